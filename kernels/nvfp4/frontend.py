@@ -1,0 +1,216 @@
+"""The front end: checks the arguments, then runs the Triton kernels on a CUDA GPU and ``reference.py`` elsewhere.
+
+The kernels are ``torch.library`` operators with fake implementations, so torch.compile sees through shapes and leaves the
+arithmetic alone. Argument faults raise ValueError before any launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_CAPABILITY = (8, 9)  # E4M3 conversions
+
+
+@functools.cache
+def _fit(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= MIN_CAPABILITY and importlib.util.find_spec("triton") is not None
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether the Triton kernels serve this device: a CUDA GPU from sm_89 on, with triton installed."""
+    return device.type == "cuda" and torch.version.cuda is not None and _fit(device.index or 0)
+
+
+def _kernels() -> ModuleType:
+    from . import triton as kernels
+
+    return kernels
+
+
+def check(x: Tensor, name: str = "x") -> None:
+    """ValueError unless x is a BF16, FP16 or FP32 tensor [..., K] with K a multiple of 16."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] % reference.BLOCK:
+        raise ValueError(f"NVFP4 needs K to be a multiple of {reference.BLOCK}, got {name} of shape {tuple(x.shape)}")
+
+
+def check_scale(scale: Tensor, x: Tensor) -> Tensor:
+    """The FP32 scale, flat: one value, or one for each row of x. ValueError when it is neither."""
+    rows = x.shape[:-1].numel()
+    if scale.numel() not in (1, rows) or (scale.numel() > 1 and scale.shape[-1] != 1):
+        raise ValueError(f"scale must hold one value or be [..., 1] for x {tuple(x.shape)}, got {tuple(scale.shape)}")
+    if scale.numel() > 1 and scale.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"scale {tuple(scale.shape)} does not match the rows of x {tuple(x.shape)}")
+    if scale.device != x.device:
+        raise ValueError(f"x is on {x.device} but its scale on {scale.device}")
+    return scale.float().reshape(-1).contiguous()
+
+
+@torch.library.custom_op("megatron_quads::nvfp4_qdq", mutates_args=())
+def _qdq(x: Tensor, scale: Tensor) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _kernels().single(x, scale, out, None, None)
+    return out
+
+
+@_qdq.register_fake
+def _(x: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("megatron_quads::nvfp4_quantize", mutates_args=())
+def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.contiguous()
+    codes, s8 = _new_packed(x)
+    _kernels().single(x, scale, None, codes, s8)
+    return codes, s8
+
+
+def _new_packed(x: Tensor) -> tuple[Tensor, Tensor]:
+    lead = x.shape[:-1]
+    codes = x.new_empty((*lead, x.shape[-1] // 2), dtype=torch.uint8)
+    return codes, x.new_empty((*lead, x.shape[-1] // reference.BLOCK), dtype=torch.float8_e4m3fn)
+
+
+@_quantize.register_fake
+def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return _new_packed(x)
+
+
+def qdq(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantise and dequantise x [..., K] under an fp32 scale (one value, or [..., 1]): see ``reference.qdq``."""
+    if not has_kernels(x.device):
+        return reference.qdq(x, scale)
+    check(x)
+    return _qdq(x, check_scale(scale, x))
+
+
+def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., K] -> packed codes uint8 [..., K/2], E4M3 block scales [..., K/16]: see ``reference.quantize``."""
+    if not has_kernels(x.device):
+        return reference.quantize(x, scale)
+    check(x)
+    return _quantize(x, check_scale(scale, x))
+
+
+@torch.library.custom_op("megatron_quads::nvfp4_amax", mutates_args=("out",))
+def _amax(xs: list[Tensor], groups: list[int], out: Tensor) -> None:
+    _kernels().amax_(xs, groups, out)
+
+
+@torch.library.custom_op("megatron_quads::nvfp4_grouped", mutates_args=("out", "codes", "s8"))
+def _grouped(
+    xs: list[Tensor], amax: Tensor, groups: list[int], out: list[Tensor], codes: list[Tensor], s8: list[Tensor]
+) -> None:
+    _kernels().grouped_(xs, amax, groups, out, codes, s8)
+
+
+def _check_list(xs: Sequence[Tensor], name: str) -> None:
+    for i, x in enumerate(xs):
+        check(x, f"{name}[{i}]")
+        if x.dtype != xs[0].dtype or x.device != xs[0].device:
+            raise ValueError(f"{name}[{i}] is {x.dtype} on {x.device}, {name}[0] is {xs[0].dtype} on {xs[0].device}")
+        if not x.is_contiguous():
+            raise ValueError(f"{name}[{i}] of shape {tuple(x.shape)} is not contiguous (strides {x.stride()})")
+
+
+def _check_groups(xs: Sequence[Tensor], groups: Sequence[int] | None, count: int | None) -> list[int]:
+    found = list(range(len(xs))) if groups is None else [int(g) for g in groups]
+    if len(found) != len(xs) or any(g < 0 or (count is not None and g >= count) for g in found):
+        raise ValueError(f"groups {found[:8]} must name a group below {count} for each of {len(xs)} tensors")
+    return found
+
+
+def grouped_amax(xs: Sequence[Tensor], groups: Sequence[int] | None = None) -> Tensor:
+    """fp32 [G], the largest magnitude of each group of a list of weights, in one pass and one launch.
+
+    ``groups[i]`` is the group of xs[i] (gate and up of an expert share one; None gives each tensor its own). NaN and Inf
+    come through.
+    """
+    _check_list(xs, "xs")
+    found = _check_groups(xs, groups, None)
+    count = max(found, default=-1) + 1
+    if xs and has_kernels(xs[0].device):
+        out = xs[0].new_empty(count, dtype=torch.float32)
+        _amax([x.detach() for x in xs], found, out)
+        return out
+    members: list[list[Tensor]] = [[] for _ in range(count)]
+    for x, g in zip(xs, found, strict=True):
+        members[g].append(x)
+    return torch.stack([reference.amax(*m) if m else torch.zeros(()) for m in members]) if members else torch.zeros(0)
+
+
+def _empty_list(xs: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> list[Tensor]:
+    """New contiguous tensors [..., K / divisor] as views of one allocation, each 256-byte aligned."""
+    shapes = [(*x.shape[:-1], x.shape[-1] // divisor) for x in xs]
+    sizes = [x.numel() // divisor for x in xs]
+    padded = [-(-n // 256) * 256 for n in sizes]
+    flat = xs[0].new_empty(sum(padded), dtype=dtype).split(padded)
+    return [part[:n].view(shape) for part, n, shape in zip(flat, sizes, shapes, strict=True)]
+
+
+def grouped_qdq(
+    xs: Sequence[Tensor], amax: Tensor, groups: Sequence[int] | None = None, *, out: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """DQ(Q(x)) of a list of contiguous weights [..., K], one launch, given ``grouped_amax``'s fp32 [G].
+
+    Written into ``out`` (cached buffers of any of the three dtypes; xs themselves for in-place) or into new tensors.
+    """
+    return grouped(xs, amax, groups, out=out)[0]
+
+
+def grouped_quantize(
+    xs: Sequence[Tensor], amax: Tensor, groups: Sequence[int] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Packed codes uint8 [..., K/2] and E4M3 block scales [..., K/16] of a list of weights, one launch."""
+    return grouped(xs, amax, groups, want_values=False, want_packed=True)[1:]
+
+
+def grouped(
+    xs: Sequence[Tensor],
+    amax: Tensor,
+    groups: Sequence[int] | None = None,
+    *,
+    out: Sequence[Tensor] | None = None,
+    want_values: bool = True,
+    want_packed: bool = False,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """DQ(Q(x)), codes and block scales of a list of weights in one launch; lists that are not wanted are empty."""
+    _check_list(xs, "xs")
+    if amax.dtype != torch.float32 or amax.dim() != 1 or (xs and amax.device != xs[0].device):
+        raise ValueError(f"amax must be float32 [groups] beside xs, got {amax.dtype} {tuple(amax.shape)} {amax.device}")
+    found = _check_groups(xs, groups, amax.shape[0])
+    if out is not None:
+        _check_list(out, "out")
+        if [t.shape for t in out] != [x.shape for x in xs] or (xs and out[0].device != xs[0].device):
+            raise ValueError("out must hold one tensor of the same shape and device for each of xs")
+        if any(t.data_ptr() % 4 for t in out):
+            raise ValueError("out must be 4-byte aligned")
+    if not xs:
+        return [], [], []
+    plain = [x.detach() for x in xs]
+    if has_kernels(xs[0].device):
+        values = list(out) if out is not None else (_empty_list(xs, xs[0].dtype, 1) if want_values else [])
+        codes = _empty_list(xs, torch.uint8, 2) if want_packed else []
+        s8 = _empty_list(xs, torch.float8_e4m3fn, 16) if want_packed else []
+        _grouped(plain, amax.contiguous(), found, [v.detach() for v in values], codes, s8)
+        return values, codes, s8
+    scales = reference.tensor_scale(amax)
+    packed = [reference.quantize(x, scales[g]) for x, g in zip(plain, found, strict=True)] if want_packed else []
+    values = []
+    for i, (x, g) in enumerate(zip(plain, found, strict=True)) if want_values or out is not None else ():
+        target = out[i].detach() if out is not None else torch.empty_like(x)
+        step = reference.qdq(x.float(), scales[g])
+        values.append(target.copy_(step))
+    return list(out) if out is not None else values, [c for c, _ in packed], [s for _, s in packed]

@@ -1,0 +1,16 @@
+"""Residual activation compensation. One contract (``reference.py``) and one front end that picks kernels by device."""
+
+from .frontend import Blocks, Selection, grouped_gemm, qdq_with_residual, quantize_with_residual
+from .reference import Quantized, block_mask, residual, silu_and_mul
+
+__all__ = [
+    "Blocks",
+    "Quantized",
+    "Selection",
+    "block_mask",
+    "grouped_gemm",
+    "qdq_with_residual",
+    "quantize_with_residual",
+    "residual",
+    "silu_and_mul",
+]

@@ -1,0 +1,188 @@
+"""Triton kernels of residual activation compensation: one program a row, one read of x, bit-identical to the reference.
+
+A row's blocks are taken in an order that lists the selected ones first. Where it pays, they are two tiles, so that blocks
+without a residual do no residual's work.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from ..nvfp4.triton import (
+    NO_CONTRACTION,
+    SIX_E4M3_MAX,
+    block_scale,
+    block_top,
+    is_fast,
+    load_pairs,
+    magnitudes,
+    pack,
+    store_pairs,
+    with_sign,
+)
+
+MAX_K = 32768
+SLOW_BLOCKS = 16
+
+
+@triton.jit
+def _silu_and_mul(gate, up, X: tl.constexpr):
+    """silu(gate) * up, each step rounded to X, as torch computes them on CUDA."""
+    gate = tl.div_rn(gate, 1.0 + libdevice.exp(-gate)).to(X).to(tl.float32)
+    return (gate * up).to(X).to(tl.float32) + 0.0
+
+
+@triton.jit
+def _load(x_ptr, order_ptr, row_blocks, first, end, ORDERED: tl.constexpr, SILU: tl.constexpr, BLOCKS: tl.constexpr):
+    """Places first .. of the order up to end: their block indices, the mask, and the pairs (of silu(gate) * up)."""
+    place = first + tl.arange(0, BLOCKS)
+    mask = place < end
+    if ORDERED:
+        block = tl.load(order_ptr + place, mask=mask, other=0)
+    else:
+        block = place
+    low, high = load_pairs(x_ptr, block, mask)
+    if SILU:
+        up_low, up_high = load_pairs(x_ptr + row_blocks * 16, block, mask)
+        low = _silu_and_mul(low, up_low, x_ptr.dtype.element_ty)
+        high = _silu_and_mul(high, up_high, x_ptr.dtype.element_ty)
+    return place, block, mask, low, high
+
+
+@triton.jit
+def _store_codes(codes_ptr, column, low_m, high_m, low, high, mask):
+    code = pack(low_m, high_m, low, high)
+    tl.store(codes_ptr + (column[:, None] * 8 + tl.arange(0, 8)[None, :]), code, mask=mask[:, None])
+
+
+@triton.jit
+def _store_s8(s8_ptr, row, column, columns, s8, mask, SWIZZLED: tl.constexpr):
+    """Entry (row, column) of the block scales [., columns]; the swizzled order is nvfp4.swizzle's."""
+    if SWIZZLED:
+        tile = (row // 128) * ((columns + 3) // 4) + column // 4
+        offset = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
+    else:
+        offset = row * columns + column
+    tl.store(s8_ptr + offset, s8, mask=mask)
+
+
+@triton.jit
+def _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr, row_blocks, count,
+           RESIDUAL: tl.constexpr, CODES: tl.constexpr, SWIZZLED: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+    """Quantise loaded blocks of a row, and (RESIDUAL) the residual of those placed below ``count``."""
+    s8, step = block_scale(block_top(low, high), scale, FAST)
+    low_m, high_m, low, high = magnitudes(low, high, step, FAST)
+    columns = row_blocks + count
+    if CODES:
+        _store_codes(codes_ptr, block, low_m, high_m, low, high, mask)
+        _store_s8(s8_ptr, row, block, columns, s8, mask, SWIZZLED)
+    low_v, high_v = with_sign(low_m * step, low), with_sign(high_m * step, high)
+    if RESIDUAL:
+        chosen = mask & (place < count)
+        low_r, high_r = low - low_v, high - high_v
+        rest_s8, rest_step = block_scale(block_top(low_r, high_r), scale, FAST)
+        low_m, high_m, low_r, high_r = magnitudes(low_r, high_r, rest_step, FAST)
+        if CODES:
+            _store_codes(codes_ptr, row_blocks + place, low_m, high_m, low_r, high_r, chosen)
+            _store_s8(s8_ptr, row, row_blocks + place, columns, rest_s8, chosen, SWIZZLED)
+        else:
+            low_v = tl.where(chosen[:, None], low_v + with_sign(low_m * rest_step, low_r), low_v)
+            high_v = tl.where(chosen[:, None], high_v + with_sign(high_m * rest_step, high_r), high_v)
+    if not CODES:
+        store_pairs(out_ptr, block, low_v, high_v, mask)
+
+
+@triton.jit
+def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_ptr, scale_out_ptr, row_blocks, head,
+                count, OWN_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, ORDERED: tl.constexpr, SILU: tl.constexpr,
+                CODES: tl.constexpr, SWIZZLED: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+                SLOW: tl.constexpr):  # fmt: skip
+    """Row program_id(0) of x [tokens, 16 row_blocks] ([tokens, 32 row_blocks] with SILU).
+
+    Its blocks in ``order`` (int32 [row_blocks]; as they lie unless ORDERED) have a residual below ``count``. The first
+    ``head`` blocks are the tile HEAD, the rest TAIL; either may be 0. Writes DQ(Q(x)) + DQ(Q(r_S)) to ``out``, or (CODES)
+    [Q(x) | Q(r_S)].
+    """
+    FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    out_ptr += row * row_blocks * 16
+    codes_ptr += row * (row_blocks + count) * 8
+    top = 0.0
+    if HEAD > 0:
+        place, block, mask, low, high = _load(x_ptr, order_ptr, row_blocks, 0, head, ORDERED, SILU, HEAD)
+        if OWN_SCALE:
+            top = tl.maximum(top, tl.max(block_top(low, high), 0))
+    if TAIL > 0:
+        place2, block2, mask2, low2, high2 = _load(x_ptr, order_ptr, row_blocks, head, row_blocks, ORDERED, SILU, TAIL)
+        if OWN_SCALE:
+            top = tl.maximum(top, tl.max(block_top(low2, high2), 0))
+    if OWN_SCALE:
+        scale = tl.div_rn(top, SIX_E4M3_MAX)
+    elif ROW_SCALE:
+        scale = tl.load(scale_ptr + row)
+    else:
+        scale = tl.load(scale_ptr)
+    if CODES:
+        tl.store(scale_out_ptr + row, scale)
+    if is_fast(scale, scale, FP32):
+        if HEAD > 0:
+            _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr, row_blocks, count, True, CODES,
+                   SWIZZLED, True)  # fmt: skip
+        if TAIL > 0:
+            _write(place2, block2, mask2, low2, high2, row, scale, out_ptr, codes_ptr, s8_ptr, row_blocks, count, False,
+                   CODES, SWIZZLED, True)  # fmt: skip
+    else:
+        for first in range(0, row_blocks, SLOW):
+            place3, block3, mask3, low3, high3 = _load(x_ptr, order_ptr, row_blocks, first, row_blocks, ORDERED, SILU,
+                                                       SLOW)  # fmt: skip
+            _write(place3, block3, mask3, low3, high3, row, scale, out_ptr, codes_ptr, s8_ptr, row_blocks, count,
+                   HEAD > 0, CODES, SWIZZLED, False)  # fmt: skip
+
+
+def tiles(blocks: int, count: int) -> tuple[int, int, int]:
+    """How many blocks come first, and the two tiles' sizes: split where that costs no more than one tile of all."""
+    whole = triton.next_power_of_2(blocks)
+    if count == 0:
+        return 0, 0, whole
+    head, tail = triton.next_power_of_2(count), triton.next_power_of_2(blocks - count) if count < blocks else 0
+    return (count, head, tail) if tail and head + tail <= whole else (blocks, whole, 0)
+
+
+def warps(tokens: int, blocks: int) -> int:
+    """A few rows: as many threads as help. Many rows: 16 elements a thread."""
+    return max(1, min(16, blocks // (16 if tokens <= 512 else 32)))
+
+
+def rows(
+    x: Tensor,
+    k: int,
+    scale: Tensor | None,
+    order: Tensor | None,
+    count: int,
+    silu: bool,
+    out: Tensor | None,
+    codes: Tensor | None = None,
+    s8: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    swizzled: bool = False,
+) -> None:
+    """Launch ``rows_kernel`` over x [tokens, K] (or [tokens, 2 K] with silu), whose last stride is 1."""
+    tokens = x.shape[0]
+    if not tokens:
+        return
+    if x.dtype == torch.bfloat16 and (x.data_ptr() % 4 or x.stride(0) % 2):
+        x = x.clone(memory_format=torch.contiguous_format)  # BF16 is read in pairs
+    head, head_tile, tail_tile = tiles(k // 16, count)
+    # pointers that are not used stand in as x: a null pointer would be another specialisation
+    rows_kernel[(tokens,)](
+        x, x.stride(0), x if scale is None else scale, x if order is None else order, x if out is None else out,
+        x if codes is None else codes, x if s8 is None else s8, x if scale_out is None else scale_out, k // 16, head,
+        count, OWN_SCALE=scale is None, ROW_SCALE=scale is not None and scale.numel() > 1, ORDERED=order is not None,
+        SILU=silu, CODES=codes is not None, SWIZZLED=swizzled, HEAD=head_tile, TAIL=tail_tile, SLOW=SLOW_BLOCKS,
+        num_warps=warps(tokens, head_tile + tail_tile), **NO_CONTRACTION,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""Run a job as N ranks on this host: one process per rank, torchrun's environment variables, fail as one.
+
+Unlike torchrun, the exit code of the first rank that failed is kept (2 = bad input, 1 = a failed proof) and its last
+error line is what the user sees. Under torchrun or srun (RANK set) this module is not used: the job runs in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import QuadsError
+
+GRACE_S = 15.0
+
+
+def free_port() -> int:
+    """A TCP port that the OS says is free on the loopback interface."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """Environment of one rank, as torchrun sets it."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONUNBUFFERED": "1",
+        # Megatron wants this on GPUs older than Blackwell, and it is harmless elsewhere
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+    }
+
+
+def _pump(stream, log: Path, echo: bool) -> None:
+    with open(log, "ab") as f:
+        for line in stream:
+            f.write(line)
+            f.flush()
+            if echo:
+                sys.stdout.buffer.write(line)
+                sys.stdout.flush()
+
+
+def run_ranks(argv: Sequence[str], *, nproc: int, logs: Path) -> None:
+    """Run ``argv`` as ``nproc`` ranks; rank 0's stdout is shown, stderr of rank R goes to ``logs/rank{R}.log``.
+
+    Raises QuadsError (with the failing rank's exit code) when any rank fails; the others are then ended.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
+    pumps: list[threading.Thread] = []
+    files = [logs / f"rank{r}.log" for r in range(nproc)]
+    starts = [f.stat().st_size if f.exists() else 0 for f in files]
+    try:
+        for r in range(nproc):
+            with open(files[r], "ab") as err:
+                p = subprocess.Popen(
+                    list(argv), env=rank_environment(r, nproc, port), stdout=subprocess.PIPE, stderr=err, start_new_session=True
+                )
+            ranks.append(p)
+            pumps.append(threading.Thread(target=_pump, args=(p.stdout, files[r], r == 0), daemon=True))
+            pumps[-1].start()
+        failed = _wait(ranks)
+        for t in pumps:
+            t.join(timeout=5)
+    except BaseException:
+        _end(ranks)
+        raise
+    if failed is None:
+        return
+    _end(ranks)
+    code = ranks[failed].returncode
+    raise _error_of(failed, code, files, starts)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """Index of the first rank that failed, None when all ended well."""
+    while True:
+        codes = [p.poll() for p in ranks]
+        bad = [i for i, c in enumerate(codes) if c not in (None, 0)]
+        if bad:
+            # a peer of the culprit may die of the broken connection first: give the others a moment and prefer one
+            # that ended by a QuadsError (1 or 2) over one that crashed
+            time.sleep(1.0)
+            codes = [p.poll() for p in ranks]
+            spoken = [i for i, c in enumerate(codes) if c == 2]
+            return (spoken or bad)[0]
+        if all(c == 0 for c in codes):
+            return None
+        time.sleep(0.1)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for sig in (signal.SIGTERM, signal.SIGKILL):
+        for p in ranks:
+            if p.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(p.pid, sig)
+        deadline = time.monotonic() + (GRACE_S if sig == signal.SIGTERM else 2.0)
+        while time.monotonic() < deadline and any(p.poll() is None for p in ranks):
+            time.sleep(0.1)
+
+
+def _error_of(rank: int, code: int, files: list[Path], starts: list[int]) -> QuadsError:
+    with open(files[rank], "rb") as f:
+        f.seek(starts[rank])
+        lines = f.read().decode(errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("quads: error: ")]
+    if said:
+        error = QuadsError(said[-1].removeprefix("quads: error: "))
+        error.exit_code = code if code in (1, 2) else 2
+        return error
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    tail = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    error = QuadsError(f"rank {rank} {how}: {tail[:200]}", where=str(files[rank]), do="read its log; a run can be continued with --resume")
+    error.exit_code = 2
+    return error

@@ -1,0 +1,50 @@
+"""``input_scale`` of NVFP4 expert projections: the static activation scale that readers of the format require.
+
+The rollout of this project scales activations per token and does not use it, unless the activation scale is static
+without RAC metadata. Other readers divide by it, so a placeholder would clip (too small) or flush to zero (too large).
+Calibrated values are written when RAC metadata has them. Otherwise the value follows from the weights alone:
+
+    gate, up   the normalised hidden state n has norm <= sqrt(H), x = gamma * n, so |x| <= sqrt(H) * max|gamma|: never clips
+    down       with g_i = <gamma * w_gate_i, n>, |h_i| <= |g_i u_i|; 16 standard deviations of each for isotropic n:
+               min(H, 256) * max_i (|gamma * w_gate_i| * |gamma * w_up_i|)
+
+E4M3 block scales have 15 binades of normal range below the top, so such generous bounds cost no precision.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..kernels import nvfp4
+from ..rac.metadata import RacMetadata
+
+_DEVIATIONS = 256.0
+
+
+def input_amax(gamma: Tensor, gate: Tensor, up: Tensor) -> tuple[float, float]:
+    """(amax of gate/up's input, amax of down's input) of one expert.
+
+    gamma [H] is the norm before the experts, gate and up are [I, H]; any float dtype. Positive: 1.0 for a dead expert.
+    """
+    wide = gamma.float()
+    hidden = gamma.numel()
+    top = math.sqrt(hidden) * float(wide.abs().max())
+    rows = (gate.float() * wide).norm(dim=1) * (up.float() * wide).norm(dim=1)
+    inner = min(float(hidden), _DEVIATIONS) * float(rows.max())
+    return top if top > 0 else 1.0, inner if inner > 0 else 1.0
+
+
+def calibrated(rac: RacMetadata | None, layer: int) -> tuple[float | None, float | None]:
+    """(gate/up, down) amax that RAC metadata holds for ``layer``, None where it holds none."""
+    if rac is None or layer not in rac.layers:
+        return None, None
+    chosen = rac.layers[layer]
+    return chosen.gate_up.static_amax, chosen.down.static_amax
+
+
+def to_scale(amax: float) -> Tensor:
+    """fp32 scalar ``amax / (6 * 448)``."""
+    return nvfp4.tensor_scale(torch.tensor(amax, dtype=torch.float32))

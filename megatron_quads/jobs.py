@@ -1,0 +1,232 @@
+"""Work that runs on Megatron ranks. ``quads`` starts these: in place under torchrun or srun, else as local processes.
+
+A job is a name, a JSON object of settings and Megatron's own command line. Every rank runs the same function.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import QuadsError
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank needs: settings (JSON values) and Megatron arguments."""
+
+    settings: dict[str, Any]
+    argv: list[str]
+
+
+def launch(name: str, settings: dict[str, Any], argv: Sequence[str], *, nproc: int, logs: Path) -> None:
+    """Run job ``name`` here (RANK is set) or as ``nproc`` local processes; raises QuadsError when it fails."""
+    if name not in JOBS:
+        raise KeyError(name)
+    if "RANK" in os.environ:
+        run(name, Job(settings, list(argv)))
+        return
+    from .launch.local import run_ranks
+
+    payload = json.dumps({"settings": settings, "argv": list(argv)})
+    run_ranks([sys.executable, "-m", "megatron_quads.jobs", name, payload], nproc=nproc, logs=logs)
+
+
+def run(name: str, job: Job) -> None:
+    """Run one job on this rank, inside an initialised distributed runtime."""
+    # set before transformers, vLLM or Megatron are imported
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    JOBS[name](job)
+
+
+def _start(job: Job, model: str) -> tuple[Any, Any, Any]:
+    from .checkpoint.hf import read_model_config
+    from .config import QuadsConfig
+    from .trainer import runtime
+    from .trainer.args import parse_args
+
+    hf = read_model_config(model)
+    args = parse_args(job.argv, hf)
+    runtime.initialize(args)
+    return args, hf, QuadsConfig.from_args(args)
+
+
+def rl(job: Job) -> None:
+    """``quads rl``: GRPO until ``steps``."""
+    import torch.distributed as dist
+
+    from . import __version__, atomic
+    from .rl.config import RLConfig
+    from .rl.loop import share, train
+    from .rl.runfolder import RunFolder
+
+    cfg, resume = RLConfig.from_dict(job.settings["rl"]), job.settings["resume"]
+    args, hf, quads = _start(job, cfg.model)
+    folder = RunFolder(cfg.out)
+    fault: QuadsError | None = None
+    if dist.get_rank() == 0:
+        try:
+            folder.acquire(resume=resume)
+            run_json = {"rl": cfg.to_dict(), "quads": quads.to_dict(), "argv": job.argv, "version": __version__}
+            if resume:
+                _require_same(folder.read_run(), run_json, folder.path)
+            atomic.write_json(folder.path / "run.json", run_json)
+        except QuadsError as e:
+            fault = e
+    if refused := share(fault):
+        raise refused
+    try:
+        train(args, hf, quads, cfg, resume=resume)
+    finally:
+        folder.release()
+
+
+def _require_same(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
+    """A resumed run may change how long it goes on and how often it saves, nothing that its numbers depend on."""
+    free = {"steps", "save_every", "wandb_project", "rollout", "out"}
+    for part in ("rl", "quads"):
+        for key, value in new[part].items():
+            if key not in free and old[part].get(key) != value:
+                raise QuadsError(
+                    f"{key} was {old[part].get(key)!r} and is now {value!r}", where=str(where / "run.json"), do="resume with the run's own settings"
+                )
+
+
+def warmup(job: Job) -> None:
+    """Supervised warm-up on a task's own answers, then export of a plain HF checkpoint."""
+    import torch.distributed as dist
+
+    from .checkpoint.export import export_hf
+    from .rl.data import warmup_batch
+    from .rl.loop import load_tokenizer
+    from .rl.loss import supervised_loss
+    from .rl.tasks import make_task
+    from .rl.tiny import DemoDefaults
+    from .trainer.trainer import Trainer
+
+    s = job.settings
+    args, hf, quads = _start(job, s["model"])
+    demo = DemoDefaults()
+    task, tokenizer = make_task(s["task"], s["task_config"]), load_tokenizer(hf.path)
+    trainer = Trainer(args, hf, quads)
+    for step in range(s["steps"]):
+        batch = warmup_batch(
+            task,
+            lambda t: tokenizer.encode(t),
+            seed=s["seed"],
+            step=step,
+            n=s["batch"],
+            eos_id=tokenizer.eos_token_id,
+            pad_id=tokenizer.pad_token_id,
+            context=hf.max_position,
+            noise=s["noise"],
+            multiple=args.tensor_model_parallel_size,
+        )
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = demo.warmup_lr_at(step)
+        found = trainer.step(batch, supervised_loss)
+        if dist.get_rank() == 0 and ((step + 1) % 25 == 0 or step == 0):
+            print(f"warm-up {step + 1:4d}/{s['steps']}  loss {found['loss']:.3f}", flush=True)
+    export_hf(trainer.chunks, hf, quads, Path(s["out"]), rac=None, dtype=trainer.dtype, extra_marker={"kind": "warm-up"})
+
+
+def calibrate(job: Job) -> None:
+    """``quads calibrate``."""
+    import torch.distributed as dist
+
+    from .rac.calibrate import calibrate as run_calibration
+
+    args, _, quads = _start(job, job.settings["model"])
+    prompts = json.loads(Path(job.settings["prompts"]).read_text())
+    report = run_calibration(job.settings["model"], prompts, quads, Path(job.settings["out"]), args=args)
+    if dist.get_rank() == 0:
+        print(f"calibrated on {report.tokens} tokens; {report.flop_share:.1%} of the expert FLOPs compensated; RAC {report.rac.content_hash[:12]}", flush=True)
+
+
+def export(job: Job) -> None:
+    """``quads export``: a HF checkpoint, or a run's trainer checkpoint, to what vLLM serves."""
+    import torch
+
+    from .checkpoint.export import export_hf
+    from .checkpoint.load import load_hf
+    from .rl.refit import required_rac
+    from .trainer.experts import require_match
+    from .trainer.model import build
+    from .trainer.trainer import Trainer
+
+    s = job.settings
+    args, hf, quads = _start(job, s["model"])
+    rac = required_rac(quads, hf)
+    if s.get("trainer_checkpoint"):
+        trainer = Trainer(args, hf, quads)
+        trainer.load(Path(s["trainer_checkpoint"]))
+        chunks = trainer.chunks
+    else:
+        chunks = build(args, hf, quads)
+        require_match(chunks, quads)
+        load_hf(chunks, hf)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    export_hf(chunks, hf, quads, Path(s["out"]), rac=rac, dtype=dtype, extra_marker={"kind": "export"})
+
+
+def verify(job: Job) -> None:
+    """``quads verify``: the weights of a trainer checkpoint against the exported ones."""
+    from .proof.verify import verify_export
+    from .trainer.trainer import Trainer
+
+    s = job.settings
+    args, hf, quads = _start(job, s["model"])
+    trainer = Trainer(args, hf, quads)
+    trainer.load(Path(s["trainer_checkpoint"]))
+    verify_export(trainer, hf, quads, Path(s["export"]), engine=s["engine"], logs=Path(s["logs"]))
+
+
+def analyze(job: Job) -> None:
+    """``quads analyze``."""
+    from .proof.analyze import analyze as run_analysis
+    from .rl.refit import required_rac
+
+    s = job.settings
+    args, hf, quads = _start(job, s["model"])
+    data = json.loads(Path(s["samples"]).read_text())
+    run_analysis(s["model"], data["sequences"], data["logprobs"], quads, Path(s["out"]), args=args, rac=required_rac(quads, hf))
+
+
+JOBS: dict[str, Callable[[Job], None]] = {
+    "rl": rl,
+    "warmup": warmup,
+    "calibrate": calibrate,
+    "export": export,
+    "verify": verify,
+    "analyze": analyze,
+}
+
+
+def main() -> None:
+    """Entry point of one local rank: ``python -m megatron_quads.jobs NAME JSON``."""
+    logging.basicConfig(level=os.environ.get("QUADS_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    payload = json.loads(sys.argv[2])
+    try:
+        run(sys.argv[1], Job(payload["settings"], payload["argv"]))
+    except QuadsError as e:
+        print(f"quads: error: {e}", file=sys.stderr, flush=True)
+        # a peer may wait in a collective: leave without destroying the process group, the launcher ends the others
+        os._exit(e.exit_code)
+    from .trainer import runtime
+
+    runtime.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Table and figure of ``quads analyze``."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from .. import atomic
+
+if TYPE_CHECKING:
+    from .analyze import Analysis
+
+
+def show(analysis: Analysis, console: Console | None = None) -> None:
+    """Print both tables."""
+    console = console or Console()
+    table = Table(title=f"log-prob error by source, {analysis.tokens} tokens, nats")
+    for name in ("part", "models"):
+        table.add_column(name)
+    for name in ("mean", "max", "p99.9", "bias"):
+        table.add_column(name, justify="right")
+    for row in analysis.rows:
+        table.add_row(row.part, row.models, *(f"{v:.2e}" for v in (row.mean, row.max, row.p999, row.bias)))
+    console.print(table)
+    table = Table(title="relative error of the experts' outputs, per layer")
+    for name in ("layer", "weight", "activation", "activation, RAC"):
+        table.add_column(name, justify="right")
+    for each in analysis.layers:
+        rac = "-" if each.activation_rac is None else f"{each.activation_rac:.4f}"
+        table.add_row(str(each.layer), f"{each.weight:.4f}", f"{each.activation:.4f}", rac)
+    console.print(table)
+
+
+def plot(analysis: Analysis, path: Path) -> None:
+    """Bars of the split (log scale) beside lines per layer, as PNG, written atomically."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    bars, lines = figure.subplots(1, 2)
+    names = [row.part for row in analysis.rows]
+    bars.barh(names, [max(row.max, 1e-9) for row in analysis.rows], color="#c6d7ea", label="max")
+    bars.barh(names, [max(row.mean, 1e-9) for row in analysis.rows], color="#2f6fab", height=0.5, label="mean")
+    bars.set_xscale("log")
+    bars.invert_yaxis()
+    bars.set_xlabel("|log-prob difference|, nats")
+    bars.legend()
+    at = [row.layer for row in analysis.layers]
+    lines.plot(at, [row.weight for row in analysis.layers], "o-", label="weight")
+    lines.plot(at, [row.activation for row in analysis.layers], "s-", label="activation (W4A4)")
+    if any(row.activation_rac is not None for row in analysis.layers):
+        lines.plot(at, [row.activation_rac for row in analysis.layers], "^-", label="activation with RAC")
+    lines.set_xticks(at)
+    lines.set_xlabel("layer")
+    lines.set_ylabel("relative error of expert outputs")
+    lines.set_ylim(bottom=0)
+    lines.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    atomic.write_bytes(path, buffer.getvalue())

@@ -1,0 +1,105 @@
+"""``quads verify``: every expert weight that the rollout holds is, bit for bit, the weight the trainer multiplies with.
+
+Three readings of each tensor: the trainer's (its checkpoint, through the layers' own quantiser), the exported file's
+(dequantised here) and, with the engine, what vLLM holds after loading that file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ..checkpoint.gather import iter_hf_tensors
+from ..checkpoint.hf import HFModel, SafetensorsFolder, read_model_config
+from ..config import QuadsConfig
+from ..errors import MismatchError, QuadsError
+from ..kernels.nvfp4 import reference as nvfp4
+from ..rl.refit import is_expert, tensor_digest
+from ..trainer.trainer import Trainer
+
+
+def differing_bits(a: Tensor, b: Tensor) -> int:
+    """Bits in which two tensors of one shape and dtype differ."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"{a.dtype}{tuple(a.shape)} and {b.dtype}{tuple(b.shape)} are not comparable")
+    x = a.contiguous().view(-1).view(torch.uint8) ^ b.contiguous().view(-1).view(torch.uint8)
+    table = torch.tensor([i.bit_count() for i in range(256)], dtype=torch.int64)
+    return int(table[x.int()].sum())
+
+
+def stored_weight(reader: SafetensorsFolder, name: str, dtype: torch.dtype) -> Tensor:
+    """The weight that an exported tensor stands for: dequantised when it is packed, else as stored."""
+    weight = reader.get(name)
+    if weight.dtype != torch.uint8:
+        return weight.to(dtype)
+    return nvfp4.dequantize(weight, reader.get(name + "_scale"), reader.get(name + "_scale_2"), dtype)
+
+
+def verify_export(trainer: Trainer, hf: HFModel, quads: QuadsConfig, export: Path, *, engine: bool, logs: Path) -> None:
+    """Compare the trainer's compute weights with ``export`` and, if asked, with a vLLM engine that loaded it.
+
+    Collective. Rank 0 prints counts; raises MismatchError (exit code 1) on every rank naming the first differing tensor.
+    Recipe naive is expected to differ: it is counted and reported, and still an error (the mismatch is the finding).
+    """
+    rows = {"trainer and exported file": [0, 0, 0]}
+    first: str | None = None
+    wanted: dict[str, str] = {}
+    reader = SafetensorsFolder(export) if dist.get_rank() == 0 else None
+    fault: QuadsError | None = None
+    for name, tensor in iter_hf_tensors(trainer.chunks, hf, weights="compute"):
+        if reader is None or not is_expert(name) or fault is not None:
+            continue
+        mine = tensor.detach().cpu()
+        wanted[name] = tensor_digest(mine)
+        try:
+            bits = differing_bits(mine, stored_weight(reader, name, mine.dtype))
+        except (QuadsError, ValueError) as e:
+            fault = e if isinstance(e, QuadsError) else MismatchError(f"{name}: {e}", where=str(export), do="export again")
+            continue
+        row = rows["trainer and exported file"]
+        row[0], row[1], row[2] = row[0] + 1, row[1] + (bits > 0), row[2] + bits
+        if bits and first is None:
+            first = name
+    if reader is not None and fault is None and engine:
+        row, differing = _ask_engine(export, wanted, trainer.dtype, logs)
+        rows["trainer and vLLM"] = row
+        first = first or differing
+    if reader is not None and fault is None:
+        _print(rows)
+        if first is not None:
+            fault = MismatchError(f"{first} differs", where=str(export), do="do not serve it: export the checkpoint again")
+    box = [fault]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise box[0]
+
+
+def _ask_engine(export: Path, wanted: dict[str, str], dtype: torch.dtype, logs: Path) -> tuple[list[int], str | None]:
+    from ..rollout.client import LocalRollout
+
+    context = min(read_model_config(export).max_position, 64)
+    name = str(dtype).removeprefix("torch.")
+    with LocalRollout(export, dtype=name, max_model_len=context, max_num_seqs=4, seed=0, log=logs / "verify_rollout.log") as rollout:
+        rollout.assert_active()
+        found = rollout.audit()
+    if odd := sorted(set(found) ^ set(wanted)):
+        raise MismatchError(f"{odd[0]} is held by one side only", where=str(export), do="export the checkpoint again")
+    differing = sorted(n for n in wanted if wanted[n] != found[n])
+    return [len(found), len(differing), -1 if differing else 0], differing[0] if differing else None
+
+
+def _print(rows: dict[str, list[int]]) -> None:
+    table = Table("compared", "expert tensors", "differ", "mismatched bits")
+    for name, (tensors, differ, bits) in rows.items():
+        table.add_row(name, str(tensors), str(differ), "see above" if bits < 0 else str(bits))
+    Console().print(table)
+
+
+def audited_refits(rows: list[dict]) -> tuple[int, int, int]:
+    """(refits, tensors compared, bits mismatched) of a run's audit.jsonl."""
+    return len(rows), sum(r["tensors"] for r in rows), sum(r["bits_mismatched"] for r in rows)

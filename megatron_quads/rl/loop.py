@@ -1,0 +1,229 @@
+"""GRPO between a Megatron trainer and a vLLM rollout. ``train`` is the whole algorithm; the rest serves it.
+
+Every rank runs this file. Rank 0 alone talks to the rollout and writes the run folder; what it learns is broadcast.
+Version N of the weights is what N optimizer steps made: step N + 1 samples from version N and trains on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.hf import HFModel
+from ..config import QuadsConfig
+from ..errors import QuadsError
+from ..rollout.types import Rollout
+from ..trainer.trainer import Trainer
+from .config import RLConfig
+from .data import encode_prompts, rollout_batch, score_samples, step_prompts
+from .loss import group_advantages, grpo_loss
+from .metrics import MetricsWriter, gap_metrics, masked_mean, rollout_metrics, truncate_rows
+from .refit import Refitter
+from .runfolder import RunFolder
+from .tasks import Problem, make_task
+
+HELDOUT_SEED = 1 << 30  # sampling seeds of held-out evaluation never meet those of training steps
+SAMPLES_KEPT = 4
+
+
+def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool) -> dict[str, Any]:
+    """Run (or resume) ``cfg.steps`` GRPO steps; returns rewards before and after and the totals, on every rank."""
+    with Session(args, hf, quads, cfg, resume=resume) as s:
+        before = s.before if s.before is not None else s.evaluate()
+        for step in range(s.start, cfg.steps):
+            started = time.monotonic()
+            batch, rollout_stats = s.sample(step)
+            old_logprobs, entropy = s.trainer.logprobs(batch["tokens"])
+            gap = gap_metrics(old_logprobs, batch["rollout_logprobs"], batch["mask"])
+            batch["old_logprobs"] = old_logprobs
+            update = s.update(step, batch)
+            mismatch = s.refit(step + 1)
+            row = {**gap, **rollout_stats, **update, **mismatch, "entropy": masked_mean(entropy, batch["mask"])}
+            s.finish_step(step + 1, {**row, "step_s": time.monotonic() - started}, before)
+        return s.close_run(before, s.evaluate())
+
+
+class Session:
+    """State of a run on one rank: trainer everywhere; rollout, task and writer on rank 0."""
+
+    def __init__(self, args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool) -> None:
+        self.args, self.hf, self.quads, self.cfg = args, hf, quads, cfg
+        self.rank0 = dist.get_rank() == 0
+        self.folder = RunFolder(cfg.out)
+        self.context = cfg.context or hf.max_position
+        self.rollout: Rollout | None = None
+        self.writer: MetricsWriter | None = None
+        self.before: float | None = None
+        self.start = 0
+        # a fault in the data must show before anything slow starts
+        self.task = make_task(cfg.task, cfg.task_config, seed=0)
+        self.tokenizer = load_tokenizer(hf.path)
+        self.heldout = self.task.heldout(cfg.heldout)
+        self._encode([*self.heldout, *step_prompts(self.task, cfg.seed, 0, cfg.prompts_per_step)])
+        self.trainer = Trainer(args, hf, quads)
+        if resume:
+            self._resume()
+        self.refitter = Refitter(self.trainer, hf, quads, self.folder)
+
+    def __enter__(self) -> Session:
+        try:
+            self.refitter.export(self.start)
+            if self.rank0:
+                resumed = self.start if self.before is not None else None
+                config = {**self.cfg.to_dict(), **self.quads.to_dict()}
+                truncate_rows(self.folder.audit, self.start)
+                self.writer = MetricsWriter(
+                    self.folder.path, resume_step=resumed, wandb_project=self.cfg.wandb_project, config=config
+                )
+                self.rollout = self.refitter.start_rollout(self.cfg, self.start, context=self.context)
+                self.folder.write_status("running", self.start)
+            self.refitter.prove(self.rollout, self.start)
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
+        if error is not None and self.rank0:
+            self.folder.write_status("failed", self.folder.latest_step() or 0, error=str(error))
+        self._stop()
+
+    def _stop(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        if self.rollout is not None:
+            self.rollout.close()
+
+    def _resume(self) -> None:
+        step = share(self.folder.latest_step())
+        if step is None:
+            return  # stopped before its first checkpoint: start over in the same folder
+        extra = self.trainer.load(self.folder.checkpoint(step))
+        self.start, self.before = step, extra["before"]
+
+    def _encode(self, problems: list[Problem]) -> list[list[int]]:
+        return encode_prompts(
+            problems, lambda t: self.tokenizer.encode(t), context=self.context, max_tokens=self.cfg.max_new_tokens
+        )
+
+    def sample(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Roll out step ``step`` (0-based) from weights of that version; batch and statistics on every rank."""
+        out: Any = None
+        if self.rank0:
+            assert self.rollout is not None
+            version = self.rollout.info().version
+            if version != step:
+                raise QuadsError(f"the rollout holds weights of version {version}, the trainer of {step}", where="rollout", do="resume the run")
+            problems = step_prompts(self.task, self.cfg.seed, step, self.cfg.prompts_per_step)
+            prompts = self._encode(problems)
+            started = time.monotonic()
+            samples = self._generate(prompts, self.cfg.samples_per_prompt, self.cfg.seed * 1_000_003 + step)
+            seconds = time.monotonic() - started
+            batch = rollout_batch(prompts, samples, pad_id=self._pad_id(), multiple=max(1, self.args.tensor_model_parallel_size))
+            rewards = score_samples(self.task, problems, samples, self._decode, self.tokenizer.eos_token_id)
+            batch["advantages"] = group_advantages(rewards, self.cfg.samples_per_prompt)
+            for problem, group in list(zip(problems, samples, strict=True))[:SAMPLES_KEPT]:
+                text = self._decode(list(group[0].token_ids))
+                self.folder.append(self.folder.samples, {"step": step + 1, "prompt": problem.prompt_text, "response": text})
+            out = batch, rollout_metrics(rewards, batch["mask"], seconds)
+        return share(out)
+
+    def _generate(self, prompts: list[list[int]], n: int, seed: int) -> Any:
+        assert self.rollout is not None
+        return self.rollout.generate(
+            prompts, n=n, max_tokens=self.cfg.max_new_tokens, temperature=self.cfg.temperature, seed=seed
+        )
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _pad_id(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if pad is None else pad
+
+    def update(self, step: int, batch: dict[str, Tensor]) -> dict[str, float]:
+        """The step's optimizer updates; token-weighted metrics."""
+        scale = min(1.0, (step + 1) / self.cfg.lr_ramp) if self.cfg.lr_ramp else 1.0
+        for group in self.trainer.optimizer.param_groups:
+            group["lr"] = self.args.lr * scale
+        size = batch["tokens"].shape[0] // self.cfg.updates_per_step
+        totals: dict[str, float] = {}
+        for part in range(self.cfg.updates_per_step):
+            mini = {k: v[part * size : (part + 1) * size] for k, v in batch.items()}
+            found = self.trainer.step(mini, lambda lp, ent, b: grpo_loss(lp, ent, b, self.cfg.grpo))
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + value / self.cfg.updates_per_step
+        totals["lr"] = self.args.lr * scale
+        return totals
+
+    def refit(self, version: int) -> dict[str, float]:
+        """Export version ``version``, load it into the rollout, prove that both sides multiply with the same weights."""
+        started = time.monotonic()
+        self.refitter.export(version)
+        if self.rank0:
+            assert self.rollout is not None
+            self.rollout.update_weights(self.folder.refit(version), version)
+            self.folder.prune_refits()
+        seconds = time.monotonic() - started
+        return {"refit_s": seconds, "weight_bits_mismatched": float(self.refitter.prove(self.rollout, version))}
+
+    def evaluate(self) -> float:
+        """Mean sampled reward on the held-out problems, one sample each, the same on every rank."""
+        reward: Any = None
+        if self.rank0:
+            prompts = self._encode(self.heldout)
+            samples = self._generate(prompts, 1, HELDOUT_SEED + self.cfg.seed)
+            rewards = score_samples(self.task, self.heldout, samples, self._decode, self.tokenizer.eos_token_id)
+            reward = rewards.double().mean().item()
+        return share(reward)
+
+    def finish_step(self, step: int, row: dict[str, float], before: float) -> None:
+        """Write the row, save when it is due, and say where the run is."""
+        if self.rank0:
+            assert self.writer is not None
+            self.writer.write(step, row)
+            print(
+                f"step {step:3d}/{self.cfg.steps}  reward {row['reward']:.3f}  "
+                f"gap mean {row['train_rollout_logprob_abs_diff/mean']:.2e} max {row['train_rollout_logprob_abs_diff/max']:.2e}  "
+                f"bits {int(row['weight_bits_mismatched'])}  {row['tokens_per_s']:.0f} tok/s  {row['step_s']:.1f} s",
+                flush=True,
+            )
+        every = self.cfg.save_every
+        if step == self.cfg.steps or (every and step % every == 0):
+            self.trainer.save(self.folder.checkpoint(step), {"before": before, "step": step})
+        if self.rank0:
+            self.folder.write_status("running", step)
+
+    def close_run(self, before: float, after: float) -> dict[str, Any]:
+        """Write the final export and the summary."""
+        self.refitter.export_final(self.cfg.steps)
+        result = {"reward_before": before, "reward_after": after}
+        if self.rank0:
+            self.folder.write_status("done", self.cfg.steps, **result)
+        return result
+
+
+def share(value: Any) -> Any:
+    """Rank 0's value on every rank (others pass anything)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The checkpoint's tokenizer; QuadsError when it has none, or no EOS token."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError) as e:
+        raise QuadsError(f"no usable tokenizer: {str(e).splitlines()[0]}", where=str(path), do="add tokenizer.json") from e
+    if tokenizer.eos_token_id is None:
+        raise QuadsError("the tokenizer has no EOS token", where=str(path), do="set eos_token in tokenizer_config.json")
+    return tokenizer
+

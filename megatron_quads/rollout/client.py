@@ -1,0 +1,230 @@
+"""LocalRollout: a child process that holds vLLM's in-process engine. The trainer's process never imports vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.hf import read_model_config
+from ..errors import QuadsError
+from .types import ACTIVATION_MODES, RolloutInfo, Sample, merge_infos, require_fit
+
+# a launcher's rank variables would make the child's single-process engine join the trainer's world
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def engine_environment() -> dict[str, str]:
+    """Environment of a process that runs vLLM; what the user set wins."""
+    env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
+    defaults = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not torch.cuda.is_available():
+        # no compiler on the CPU path, and no pinning of threads to cores that the trainer shares
+        defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return {**defaults, **env}
+
+
+class LocalRollout:
+    """Rollout in a child process of this one (see ``types.Rollout``).
+
+    The child logs to ``log``. When it dies every call raises QuadsError at once; when this process dies the child ends.
+    ``max_model_len`` counts prompt plus response. ``engine_args`` go to ``vllm.LLM`` as they are.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        dtype: str = "float32",
+        max_model_len: int = 256,
+        max_num_seqs: int = 64,
+        seed: int = 0,
+        log: str | Path | None = None,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        limit = read_model_config(checkpoint).max_position
+        if max_model_len > limit:
+            raise QuadsError(
+                f"a context of {max_model_len} exceeds the model's {limit}", where="max_model_len", do="lower it"
+            )
+        self.max_model_len = max_model_len
+        # scoring generates one token more than it is given
+        self._context = min(max_model_len + 1, limit)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        if log is None:
+            handle, name = tempfile.mkstemp(prefix="quads-rollout-", suffix=".log")
+            os.close(handle)
+            log = name
+        self.log = Path(log)
+        self._spawn()
+        settings = {
+            "checkpoint": str(checkpoint),
+            "dtype": dtype,
+            "context": self._context,
+            "max_num_seqs": max_num_seqs,
+            "seed": seed,
+            "extra": engine_args or {},
+        }
+        try:
+            self._exchange(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        assert self._process is not None
+        return self._process.pid
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._lifeline, child_lifeline = socket.socketpair()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        env = {**engine_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        try:
+            with open(self.log, "ab") as log:
+                fds = (theirs.fileno(), child_lifeline.fileno())
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "megatron_quads.rollout.child", *map(str, fds)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    pass_fds=fds,
+                )
+        except OSError as e:
+            raise QuadsError(f"cannot start the rollout: {e}", where=str(self.log), do="check the log's folder") from e
+        theirs.close()
+        child_lifeline.close()
+        self._connection = Connection(ours.detach())
+
+    def _exchange(self, message: Any) -> Any:
+        with self._lock:
+            if self._process is None:
+                raise QuadsError("the rollout is closed", where=str(self.log), do="start another one")
+            try:
+                self._connection.send(message)
+                # EOF tells of a dead child at once; a grandchild that kept the socket open must not hide it
+                while not self._connection.poll(1.0):
+                    if self._process.poll() is not None and not self._connection.poll(0):
+                        raise EOFError
+                kind, value = self._connection.recv()
+            except (EOFError, OSError) as e:
+                raise self._died() from e
+        if kind == "refused":
+            what, where, do = value
+            raise QuadsError(what, where=where, do=do)
+        if kind == "failed":
+            raise QuadsError(f"rollout failed: {value}", where=str(self.log), do="read the log")
+        return value
+
+    def _died(self) -> QuadsError:
+        assert self._process is not None
+        code = self._process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return QuadsError(f"rollout process died ({how})", where=str(self.log), do="read the log, then resume the run")
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        return self._exchange((method, arguments))
+
+    def _workers(self, name: str, **arguments: Any) -> list[Any]:
+        return self._call("workers", name=name, arguments=arguments)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, n: int, max_tokens: int, temperature: float, seed: int
+    ) -> list[list[Sample]]:
+        """See Rollout.generate."""
+        require_fit(prompts, self.max_model_len, room=1)
+        return self._call("generate", prompts=prompts, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Rollout.score; a sequence may fill the context unless the model's own limit is as short."""
+        require_fit(sequences, self._context, room=1)
+        return self._call("score", sequences=sequences)
+
+    def record_routes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """See Rollout.record_routes. Scores one sequence at a time."""
+        return record_routes(self._workers, self.score, sequences)
+
+    def update_weights(self, folder: str | Path, version: int) -> None:
+        """See Rollout.update_weights."""
+        self._call("update_weights", folder=str(folder), version=version)
+
+    def audit(self) -> dict[str, str]:
+        """See Rollout.audit."""
+        return {k: v for part in self._workers("audit") for k, v in part.items()}
+
+    def count_bits(self, file: str | Path) -> dict[str, int]:
+        """See Rollout.count_bits."""
+        return {k: v for part in self._workers("count_bits", file=str(file)) for k, v in part.items()}
+
+    def info(self) -> RolloutInfo:
+        """See Rollout.info."""
+        return merge_infos([RolloutInfo(**i) for i in self._workers("info")])
+
+    def set_activation(self, mode: str) -> None:
+        """See Rollout.set_activation."""
+        require_mode(mode)
+        self._workers("set_activation", mode=mode)
+
+    def assert_active(self) -> None:
+        """See Rollout.assert_active."""
+        self._workers("assert_active")
+
+    def close(self) -> None:
+        """End the child (its own way first, then by signal). Harmless when already closed."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._connection.close()
+        self._lifeline.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def require_mode(mode: str) -> None:
+    """Raise QuadsError for an unknown activation mode."""
+    if mode not in ACTIVATION_MODES:
+        raise QuadsError(f"unknown activation mode {mode!r}", where="set_activation", do=f"one of {ACTIVATION_MODES}")
+
+
+def record_routes(workers: Any, score: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Routes of each sequence int64 [MoE layers, tokens, k], through the given transport."""
+    out = []
+    for sequence in sequences:
+        workers("record_start")
+        try:
+            score([sequence])
+        finally:
+            layers = workers("record_stop")[0]
+        tokens = [torch.tensor([t for step in passes for t in step]) for passes in layers]
+        # the extra token that scoring generates may add a decode step; padding never comes first
+        out.append(torch.stack([t[: len(sequence)] for t in tokens]))
+    return out

@@ -1,0 +1,126 @@
+"""What a worker holds: its expert layers, whether RAC is active, and the weights that its GEMMs see."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+from ..errors import QuadsError
+from ..rac.metadata import SIDECAR, RacMetadata
+from . import checks
+from .moe import ModelOptQuadsMoEMethod, global_experts
+from .quant_config import ModelOptQuadsConfig
+from .types import RolloutInfo
+from .unquantized import plain_weights
+
+
+def expert_layers(model: torch.nn.Module) -> dict[int, RoutedExperts]:
+    """Global layer index -> routed experts of this worker."""
+    found = ((name, m) for name, m in model.named_modules() if isinstance(m, RoutedExperts))
+    return {checks.layer_index(name): module for name, module in found}
+
+
+def quantized_methods(model: torch.nn.Module) -> dict[int, ModelOptQuadsMoEMethod]:
+    """Global layer index -> our method, for the layers that have it."""
+    methods = ((i, layer.quant_method) for i, layer in expert_layers(model).items())
+    return {i: m for i, m in methods if isinstance(m, ModelOptQuadsMoEMethod)}
+
+
+def assert_active(model: torch.nn.Module, vllm_config: Any, *, any_mode: bool = False) -> None:
+    """Raise QuadsError unless this worker computes what the checkpoint's metadata asks for.
+
+    ``any_mode`` accepts layers that ``set_activation`` switched to another mode.
+    """
+    folder = Path(vllm_config.model_config.model)
+    config = checks.read_quantization_config(folder)
+    running = vllm_config.quant_config
+    if "rac" not in config and checks.MARKER_KEY not in config:
+        checks.require_sidecar_match(None, folder)
+        return
+    if not isinstance(running, ModelOptQuadsConfig):
+        raise QuadsError(
+            f"this checkpoint asks for {'RAC' if 'rac' in config else 'W4A4'} but vLLM runs {type(running).__name__}",
+            where=str(folder / SIDECAR),
+            do="install megatron-quads where vLLM runs and do not exclude it in VLLM_PLUGINS",
+        )
+    want = RacMetadata.from_block(config["rac"], where=str(folder / "config.json")) if "rac" in config else None
+    have = running.rac
+    if (want and want.content_hash) != (have and have.content_hash):
+        raise QuadsError(
+            "the running RAC metadata is not the checkpoint's", where=str(folder), do="restart the rollout"
+        )
+    methods = quantized_methods(model)
+    needed = {i for i in expert_layers(model) if want is None or i in want.layers}
+    mode = "rac" if want else "w4a4"
+    for i in sorted(needed):
+        method = methods.get(i)
+        if method is None and want is None:
+            continue  # the ignore list keeps it unquantised
+        running_mode = method.plan.mode if method is not None and method.ready and method.plan else None
+        if running_mode is None or not (any_mode or running_mode == mode):
+            state = "stock vLLM" if method is None else (running_mode or "without weights")
+            raise QuadsError(
+                f"layer {i} runs {state}, the checkpoint asks for {mode}",
+                where=checks.experts_prefix(i),
+                do="restart the rollout",
+            )
+    if want is None and not methods:
+        raise QuadsError("no layer of this W4A4 checkpoint is quantised", where=str(folder), do=checks.REEXPORT)
+
+
+def describe(model: torch.nn.Module, vllm_config: Any, version: int | None) -> RolloutInfo:
+    """This worker's state."""
+    methods = quantized_methods(model)
+    plans = {i: m.plan for i, m in methods.items() if m.plan is not None}
+    running = vllm_config.quant_config
+    rac = running.rac if isinstance(running, ModelOptQuadsConfig) else None
+    modes = {p.mode for p in plans.values()} or {"unquantised"}
+    return RolloutInfo(
+        version=version,
+        rac_hash=rac.content_hash if rac else None,
+        rac_active_layers=sorted(i for i, p in plans.items() if p.mode == "rac" and methods[i].ready),
+        quantized_layers=sorted(methods),
+        quant_method=running.get_name() if running is not None else "none",
+        activation="/".join(sorted(modes)),
+        activation_scale=running.activation_scale if isinstance(running, ModelOptQuadsConfig) else "none",
+        backend="/".join(sorted({m.backend.name for m in methods.values()})) or "vllm",
+        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+        saturated_rows={f"{i}.{g}": int(n) for i, p in plans.items() for g, n in p.saturated.items()},
+    )
+
+
+def set_activation(model: torch.nn.Module, mode: str) -> None:
+    """Switch every quantised layer; raises QuadsError for ``rac`` without metadata."""
+    for i, method in quantized_methods(model).items():
+        if method.plan is None or (mode == "rac" and method.quant_config.rac is None):
+            raise QuadsError(f"layer {i} has no RAC metadata", where=checks.experts_prefix(i), do="export with RAC")
+        method.plan.mode = mode
+
+
+def expert_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(HF name, tensor that the GEMM multiplies with [N, K], compute dtype) of this worker's experts."""
+    for i, layer in expert_layers(model).items():
+        method = layer.quant_method
+        w13, w2 = method.backend.weights() if isinstance(method, ModelOptQuadsMoEMethod) else plain_weights(layer)
+        for local, expert in enumerate(global_experts(layer)):
+            gate, up = w13[local].chunk(2, 0)
+            for projection, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", w2[local])):
+                yield f"{checks.experts_prefix(i)}.{expert}.{projection}.weight", tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """sha256 of the contiguous bytes of a tensor, row-major, in its dtype."""
+    return hashlib.sha256(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def differing_bits(a: Tensor, b: Tensor) -> int:
+    """Popcount of the XOR of two tensors' bytes; shapes and dtypes must agree."""
+    x, y = (t.detach().contiguous().cpu().view(torch.uint8) for t in (a, b))
+    table = torch.tensor([bin(i).count("1") for i in range(256)], dtype=torch.int64)
+    return int(table[(x ^ y).int()].sum())

@@ -1,0 +1,173 @@
+"""Weight-transfer engine "quads_file": vLLM's native init / start / update / finish flow from an export folder.
+
+All checks run before the first weight is touched, so a refused update leaves the running weights intact. An update that
+fails half-way (a shard that breaks while it is read) leaves the worker without a version: it serves nothing any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+
+from .. import atomic
+from ..checkpoint.hf import SafetensorsFolder
+from ..errors import QuadsError
+from ..rac.metadata import RacMetadata
+from . import checks
+from .state import assert_active
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: the folder comes with each update."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """A committed export folder and the version that it holds."""
+
+    folder: str
+    version: int
+
+
+class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """One per worker. ``version``: what the worker serves; None while, or after, an update is incomplete."""
+
+    init_info_cls, update_info_cls = FileInitInfo, FileUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        if device.type == "cpu":
+            from ..patches import vllm_cpu
+
+            vllm_cpu.apply()
+        folder = Path(vllm_config.model_config.model)
+        if not folder.is_dir():
+            raise QuadsError("weight updates need a checkpoint in a local folder", where=str(folder), do="download it")
+        self._tensors = _describe(SafetensorsFolder(folder))
+        self._quantization = checks.read_quantization_config(folder)
+        assert_active(model, vllm_config)
+        self.version: int | None = marker_version(folder)
+        self._pending: int | None = None
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Layers are prepared in ``update_weights``, after its checks."""
+        self._pending = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Check the folder, then reload layer by layer, derived tensors in place."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        """See ``update_weights``; raises QuadsError with the old weights intact when a check fails."""
+        reader = self.check(Path(update_info.folder), update_info.version)
+        self.version = None
+        model: Any = self.model
+        initialize_layerwise_reload(model)
+        model.load_weights(_stream(reader))
+        finalize_layerwise_reload(model, self.model_config)
+        self._pending = update_info.version
+
+    def finish_weight_update(self) -> None:
+        """Adopt the version once every layer is loaded and active."""
+        if self._pending is None:
+            raise QuadsError("weight update without weights", where="rollout", do="send weights, then finish")
+        assert_active(self.model, self.vllm_config, any_mode=True)
+        self.version, self._pending = self._pending, None
+
+    def shutdown(self) -> None:
+        """Nothing is held open."""
+
+    def check(self, folder: Path, version: int) -> SafetensorsFolder:
+        """Raise QuadsError unless ``folder`` is complete and of the running model, metadata and version."""
+        if not atomic.is_committed(folder):
+            raise QuadsError("export has no commit marker", where=str(folder), do="wait for the export to finish")
+        held = marker_version(folder, default=version)
+        if held != version:
+            raise QuadsError(f"export holds version {held}, not {version}", where=str(folder), do="export again")
+        self._check_metadata(folder)
+        reader = SafetensorsFolder(folder)
+        new = _describe(reader)
+        for name in sorted(self._tensors.keys() ^ new.keys()):
+            what = "is missing" if name in self._tensors else "is not in the running model"
+            raise QuadsError(f"tensor {name} {what}", where=str(folder), do=checks.REEXPORT)
+        for name, (shape, packed) in new.items():
+            if (shape, packed) != self._tensors[name]:
+                raise QuadsError(
+                    f"tensor {name} is {list(shape)} {packed or ''}, running {list(self._tensors[name][0])} "
+                    f"{self._tensors[name][1] or ''}",
+                    where=str(folder),
+                    do=checks.REEXPORT,
+                )
+        return reader
+
+    def _check_metadata(self, folder: Path) -> None:
+        new = checks.read_quantization_config(folder)
+        where = str(folder / "config.json")
+        rac = RacMetadata.from_block(new["rac"], where=where) if "rac" in new else None
+        held = rac.content_hash if rac else None
+        running = self._quantization.get("rac", {}).get("hash")
+        if held != running:
+            raise QuadsError(
+                f"RAC metadata {_short(held)} differs from the running {_short(running)}",
+                where=where,
+                do="restart the rollout from this export",
+            )
+        checks.require_sidecar_match(rac, folder)
+        for key in ("quant_algo", "ignore", checks.MARKER_KEY):
+            if (given := new.get(key)) != (kept := self._quantization.get(key)):
+                raise QuadsError(
+                    f"quantization_config.{key} {given!r} differs from the running {kept!r}",
+                    where=where,
+                    do="restart the rollout from this export",
+                )
+
+
+def marker_version(folder: Path, default: int = 0) -> int:
+    """``version`` of a folder's commit marker, ``default`` when there is none."""
+    path = folder / atomic.MARKER
+    if not path.is_file():
+        return default
+    try:
+        return int(json.loads(path.read_text()).get("version", default))
+    except (ValueError, TypeError, AttributeError) as e:
+        raise QuadsError(f"commit marker is malformed: {e}", where=str(path), do=checks.REEXPORT) from e
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "(none)"
+
+
+def _describe(reader: SafetensorsFolder) -> dict[str, tuple[tuple[int, ...], str | None]]:
+    """name -> (shape, dtype of packed tensors; None for floats, which may differ in precision)."""
+    out: dict[str, tuple[tuple[int, ...], str | None]] = {}
+    for name in reader.names():
+        dtype = reader.dtype(name)
+        packed = dtype in (torch.uint8, torch.float8_e4m3fn)
+        out[name] = (reader.shape(name), str(dtype) if packed else None)
+    return out
+
+
+def _stream(reader: SafetensorsFolder) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in name order, which keeps each layer's together (bounded buffering in vLLM)."""
+    for name in reader.names():
+        tensor = reader.get(name)
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and not bool(torch.isfinite(tensor).all()):
+            raise QuadsError("weight is not finite", where=name, do="do not export a diverged model")
+        yield name, tensor

@@ -1,0 +1,148 @@
+"""vLLM worker extension (``worker_extension_cls``): one RPC that the in-process and the HTTP client both use."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import QuadsError
+from .types import TRANSFER_BACKEND, half_loaded, stop_tokens
+
+EXTENSION = "megatron_quads.rollout.worker.QuadsWorkerExtension"
+
+
+class QuadsWorkerExtension:
+    """Mixed into vLLM's worker. Arguments and results are JSON, so that the HTTP route can carry them."""
+
+    def quads_call(self, name: str, arguments: str = "{}") -> dict[str, Any]:
+        """``{"ok": value}`` or ``{"error": [what, where, do]}``: a refusal must not look like an engine fault."""
+        if name not in _CALLS:
+            return {"error": [f"unknown worker call {name!r}", "rollout", "use matching versions"]}
+        try:
+            return {"ok": _CALLS[name](self, **json.loads(arguments))}
+        except QuadsError as e:
+            return {"error": [e.what, e.where, e.do]}
+
+
+def _engine(worker: Any) -> Any:
+    from .transfer import FileWeightTransferEngine
+
+    engine = worker.weight_transfer_engine
+    if not isinstance(engine, FileWeightTransferEngine):
+        raise QuadsError(
+            "the engine was started without our weight-transfer backend",
+            where="weight_transfer_config",
+            do=f"start vLLM with --weight-transfer-config.backend={TRANSFER_BACKEND}",
+        )
+    return engine
+
+
+def _require_whole(worker: Any) -> None:
+    if _engine(worker).version is None:
+        raise half_loaded("rollout worker")
+
+
+def _info(worker: Any) -> dict[str, Any]:
+    from . import state
+
+    return dataclasses.asdict(state.describe(worker.get_model(), worker.vllm_config, _engine(worker).version))
+
+
+def _stop_tokens(worker: Any) -> list[int]:
+    return stop_tokens(Path(worker.vllm_config.model_config.model))
+
+
+def _assert_active(worker: Any) -> None:
+    from . import state
+
+    _engine(worker)
+    state.assert_active(worker.get_model(), worker.vllm_config)
+
+
+def _audit(worker: Any) -> dict[str, str]:
+    from . import state
+
+    _require_whole(worker)
+    return {name: state.digest(tensor) for name, tensor in state.expert_weights(worker.get_model())}
+
+
+def _count_bits(worker: Any, file: str) -> dict[str, int]:
+    from . import state
+
+    _require_whole(worker)
+    out: dict[str, int] = {}
+    try:
+        with safe_open(file, framework="pt") as reader:
+            names = set(reader.keys())
+            for name, tensor in state.expert_weights(worker.get_model()):
+                if name not in names:
+                    raise QuadsError(f"tensor {name} is missing", where=file, do="write every expert's weights")
+                other = reader.get_tensor(name)
+                if other.shape != tensor.shape or other.dtype != tensor.dtype:
+                    raise QuadsError(
+                        f"{name} is {list(other.shape)} {other.dtype}, rollout {list(tensor.shape)} {tensor.dtype}",
+                        where=file,
+                        do="compare what the trainer multiplies with, in the rollout's dtype",
+                    )
+                out[name] = state.differing_bits(tensor, other)
+    except (OSError, SafetensorError) as e:
+        raise QuadsError(f"cannot read: {e}", where=file, do="give a safetensors file") from e
+    return out
+
+
+def _set_activation(worker: Any, mode: str) -> None:
+    from . import state
+
+    state.set_activation(worker.get_model(), mode)
+
+
+def _check_update(worker: Any, folder: str, version: int) -> None:
+    _engine(worker).check(Path(folder), version)
+
+
+def _record_start(worker: Any) -> None:
+    routers = _routers(worker)
+    worker._quads_routes = {i: [] for i in routers}
+    for i, router in routers.items():
+        router.set_capture_fn(partial(_note, worker._quads_routes[i]))
+
+
+def _note(store: list[list[list[int]]], topk_ids: Any) -> None:
+    store.append(topk_ids.tolist())
+
+
+def _record_stop(worker: Any) -> list[list[list[list[int]]]]:
+    """Per MoE layer, in layer order, the chosen experts of each forward pass [tokens][k]."""
+    for router in _routers(worker).values():
+        router.set_capture_fn(None)
+    routes = [passes for _, passes in sorted(worker._quads_routes.items())]
+    worker._quads_routes = {}
+    return routes
+
+
+def _routers(worker: Any) -> dict[int, Any]:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    from . import checks
+
+    modules = worker.get_model().named_modules()
+    return {checks.layer_index(name): m.router for name, m in modules if isinstance(m, MoERunner)}
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "info": _info,
+    "assert_active": _assert_active,
+    "audit": _audit,
+    "count_bits": _count_bits,
+    "set_activation": _set_activation,
+    "check_update": _check_update,
+    "record_start": _record_start,
+    "record_stop": _record_stop,
+    "stop_tokens": _stop_tokens,
+}

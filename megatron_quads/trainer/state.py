@@ -1,0 +1,119 @@
+"""Trainer checkpoints: Megatron's dist_checkpointing in a folder that is complete or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from .. import atomic
+from ..errors import QuadsError
+
+EXTRA = "extra.json"
+# every optimizer shard is saved in the layout of the model, so another layout can read it
+OPTIMIZER_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def agree(error: BaseException | None, what: str) -> None:
+    """Collective: when any rank failed, every rank raises (its own error, or a QuadsError naming the first that did)."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, None if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    if failed := [rank for rank, message in enumerate(found) if message is not None]:
+        raise QuadsError(f"{what} failed on rank {failed[0]}: {found[failed[0]]}", do="fix that rank's fault")
+
+
+def save(folder: Path, state: Callable[[], dict[str, Any]], extra: dict[str, Any], *, marker: dict[str, Any]) -> None:
+    """Collective: write ``state()`` (a sharded state dict) and ``extra`` (JSON values) to ``folder``.
+
+    The folder appears, with its commit marker, when every rank has written its part; on a fault an older one stays as
+    it was and every rank raises. The folder must be on a file system that all ranks share.
+    """
+    with contextlib.ExitStack() as staging:
+        aside: Path | None = None
+        error: BaseException | None = None
+        if dist.get_rank() == 0:
+            try:
+                text = json.dumps(extra)
+                aside = staging.enter_context(atomic.folder(folder, marker=marker))
+                atomic.write_bytes(aside / EXTRA, text.encode())
+            except (QuadsError, OSError, TypeError, ValueError) as e:
+                error = e
+        agree(error, f"saving {folder}")
+        box: list[Any] = [aside]
+        dist.broadcast_object_list(box, src=0)
+        try:
+            dist_checkpointing.save(state(), str(box[0]))
+        except (OSError, RuntimeError, CheckpointingException) as e:
+            error = QuadsError(f"cannot save the trainer: {e}", where=str(folder), do="free space and save again")
+            error.__cause__ = e
+        agree(error, f"saving {folder}")
+        if dist.get_rank() == 0:
+            try:
+                staging.close()
+            except QuadsError as e:
+                error = e
+        agree(error, f"saving {folder}")
+
+
+def load(folder: Path, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collective: (state read into the form of ``state()``, extra). QuadsError when ``folder`` is not complete."""
+    if not atomic.is_committed(folder):
+        raise QuadsError(
+            "no complete trainer checkpoint", where=str(folder), do="resume from a folder that save() finished"
+        )
+    try:
+        extra = json.loads((folder / EXTRA).read_text())
+        loaded = dist_checkpointing.load(state(), str(folder))
+    except (OSError, ValueError, KeyError, CheckpointingException) as e:
+        raise QuadsError(
+            f"cannot read the trainer checkpoint: {e}", where=str(folder), do="was it written for this model?"
+        ) from e
+    return loaded, extra
+
+
+def rng_state() -> list[dict[str, Any]]:
+    """Collective: the generators of every rank, in rank order, the same list everywhere."""
+    mine: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        from megatron.core import tensor_parallel
+
+        mine["cuda"] = torch.cuda.get_rng_state()
+        mine["tracker"] = tensor_parallel.get_cuda_rng_tracker().get_states()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
+
+def restore_rng(states: list[dict[str, Any]]) -> bool:
+    """Set this rank's generators; False, changing nothing, when the checkpoint is of another number of ranks."""
+    if len(states) != dist.get_world_size():
+        return False
+    mine = states[dist.get_rank()]
+    random.setstate(mine["python"])
+    np.random.set_state(mine["numpy"])
+    torch.set_rng_state(mine["torch"])
+    if torch.cuda.is_available():
+        from megatron.core import tensor_parallel
+
+        torch.cuda.set_rng_state(mine["cuda"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(mine["tracker"])
+    return True

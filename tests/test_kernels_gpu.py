@@ -1,0 +1,287 @@
+"""The Triton kernels against the reference, bit for bit, on a GPU: values, layouts, capture and compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron_quads.kernels import nvfp4, rac
+from megatron_quads.kernels.nvfp4 import reference
+from megatron_quads.kernels.rac import reference as rac_reference
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CUDA = "cuda"
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).contiguous().view(torch.uint8)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def check_single(x: Tensor, scale: Tensor) -> None:
+    assert same(nvfp4.qdq(x, scale), reference.qdq(x, scale))
+    codes, s8 = nvfp4.quantize(x, scale)
+    expected_codes, expected_s8 = reference.quantize(x, scale)
+    assert same(codes, expected_codes) and same(s8, expected_s8)
+
+
+def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    g = torch.Generator(CUDA).manual_seed(seed)
+    x = torch.randn(shape, device=CUDA, generator=g)
+    if kind == "heavy":
+        x = x**5
+    elif kind == "rows":
+        x *= torch.exp(8 * torch.randn((*shape[:-1], 1), device=CUDA, generator=g))
+    elif kind == "grid":  # many exact ties: multiples of a quarter
+        x = torch.randint(-24, 25, shape, device=CUDA, generator=g) / 4
+    elif kind == "bits":  # any finite pattern
+        narrow = torch.randint(-32768, 32768, shape, device=CUDA, generator=g, dtype=torch.int32).to(torch.int16)
+        x = narrow.view(torch.bfloat16).float()
+        x = torch.where(x.isfinite() & (x.abs() < 1e38), x, 0.5)
+    elif kind == "zeros":
+        x = torch.where(torch.rand((*shape[:-1], shape[-1] // 16, 1), device=CUDA, generator=g) < 0.5, 0.0, x.unflatten(-1, (-1, 16))).flatten(-2)  # fmt: skip  # noqa: E501
+    x = x.to(dtype)
+    return torch.where(x.isfinite(), x, torch.ones((), dtype=dtype, device=CUDA))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "heavy", "rows", "grid", "bits", "zeros"])
+def test_a_billion_values_bit_exact(kind: str, dtype: torch.dtype) -> None:
+    """6 distributions x 3 dtypes x 2^26 values = 1.2e9; tensor scale, row scale and a scale that saturates blocks."""
+    x = draw(kind, (1 << 15, 2048), dtype, seed=7)
+    check_single(x, reference.tensor_scale(reference.amax(x)))
+    check_single(x, reference.row_scale(x))
+    check_single(x[:1024], reference.tensor_scale(reference.amax(x)) / 37)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_reference_itself_is_the_same_on_cpu(dtype: torch.dtype) -> None:
+    for kind in ("normal", "rows", "bits", "grid"):
+        x = draw(kind, (64, 256), dtype)
+        for scale in (reference.tensor_scale(reference.amax(x)), reference.row_scale(x)):
+            assert same(reference.qdq(x, scale).cpu(), reference.qdq(x.cpu(), scale.cpu()))
+
+
+@pytest.mark.parametrize(
+    "scale", [1e-44, 1e-38, 2.0**-81, 2.0**-80, 1e-10, 1 / 2688, 1.0, 128.0, 129.0, 1e30, 1e35, 0.0]
+)
+def test_every_bf16_value_under_every_kind_of_scale(scale: float) -> None:
+    patterns = torch.arange(65536, dtype=torch.int32, device=CUDA).to(torch.int16).view(torch.bfloat16)
+    finite = patterns[patterns.isfinite()]
+    s = torch.tensor(scale, device=CUDA)
+    check_single(finite.reshape(-1, 16), s)
+    shuffled = finite[torch.randperm(finite.numel(), device=CUDA)].reshape(-1, 16)
+    check_single(shuffled, s)
+    check_single(shuffled.float(), s)
+    for blocks in ([0, 2], list(range(4))):
+        x = shuffled.reshape(-1, 64)
+        index = torch.tensor(blocks, device=CUDA)
+        assert same(rac.qdq_with_residual(x, s, index), rac_reference.qdq_with_residual(x, s, index))
+
+
+def test_quotients_next_to_every_rounding_boundary() -> None:
+    """Steps within 4 ulps of x / boundary: where a division that is off by one ulp picks another code."""
+    x = (1 + torch.arange(128, device=CUDA) / 128).bfloat16()  # every significand
+    for boundary in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
+        near = (x.float() / boundary).view(torch.int32)
+        for ulps in range(-4, 5):
+            step = (near + ulps).view(torch.float32)
+            # 64 as the block scale: the block's maximum is 384 steps of 1/64
+            rows = torch.zeros(128, 16, device=CUDA, dtype=torch.bfloat16)
+            rows[:, 0], rows[:, 1], rows[:, 2] = (step * 6).bfloat16(), x, -x
+            check_single(rows, (step / 64)[:, None])
+
+
+def test_cpu_and_gpu_front_ends_agree() -> None:
+    x = draw("heavy", (33, 96), torch.bfloat16)
+    index = torch.tensor([4, 1], device=CUDA)
+    ours = rac.quantize_with_residual(x, None, index)
+    theirs = rac.quantize_with_residual(x.cpu(), None, index.cpu())
+    assert all(same(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
+
+
+SHAPES = [(4, 16), (1, 48), (33, 4112), (128, 2048), (0, 64), (7, 32, 80)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_grouped(ragged: bool, dtype: torch.dtype) -> None:
+    shapes = SHAPES if ragged else [(96, 1056)] * 5
+    xs = [draw("heavy", s, dtype, seed=i) for i, s in enumerate(shapes)]
+    xs[1].zero_()
+    groups = [0, 0, 1, 2, 2, 4][: len(xs)]
+    amax = nvfp4.grouped_amax(xs, groups)
+    for g in range(max(groups) + 1):
+        members = [x for x, j in zip(xs, groups, strict=True) if j == g]
+        assert amax[g] == (reference.amax(*members) if members else 0)
+    values, codes, s8 = nvfp4.grouped(xs, amax, groups, want_packed=True)
+    only = nvfp4.grouped_quantize(xs, amax, groups)
+    wide = [torch.full_like(x, 7, dtype=torch.float32) for x in xs]
+    nvfp4.grouped_qdq(xs, amax, groups, out=wide)
+    scales = reference.tensor_scale(amax)
+    for i, x in enumerate(xs):
+        expected = reference.quantize(x, scales[groups[i]])
+        assert same(values[i], reference.qdq(x, scales[groups[i]]))
+        assert same(codes[i], expected[0]) and same(s8[i], expected[1])
+        assert same(only[0][i], expected[0]) and same(only[1][i], expected[1])
+        assert same(wide[i], reference.qdq(x.float(), scales[groups[i]]))
+    expected_values = [v.clone() for v in values]
+    nvfp4.grouped_qdq(xs, amax, groups, out=xs)  # in place
+    assert all(same(a, b) for a, b in zip(xs, expected_values, strict=True))
+
+
+def test_grouped_on_views_with_odd_offsets() -> None:
+    flat = draw("normal", (16 * 4097,), torch.bfloat16)
+    xs = [flat[1 : 1 + 32 * 48].view(32, 48), flat[5001 : 5001 + 64 * 16].view(64, 16)]
+    amax = nvfp4.grouped_amax([x.clone() for x in xs])
+    if xs[0].data_ptr() % 4:
+        assert torch.equal(nvfp4.grouped_amax(xs), amax)
+    values = nvfp4.grouped_qdq(xs, amax)
+    assert all(same(v, reference.qdq(x, reference.tensor_scale(a))) for v, x, a in zip(values, xs, amax, strict=True))
+
+
+def test_single_takes_views() -> None:
+    base = draw("normal", (64, 256), torch.bfloat16)
+    for x in (base[:, 32:96], base.t()[:, :32], base[::3, 16:], base[5:6], base[:0]):
+        check_single(x, torch.tensor(1e-3, device=CUDA))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_amax_keeps_nan_and_inf(dtype: torch.dtype) -> None:
+    xs = [draw("normal", (64, 2048), dtype, seed=i) for i in range(3)]
+    xs[0][17, 5], xs[1][3, 2047], xs[1][3, 2046] = float("-inf"), float("nan"), float("inf")
+    amax = nvfp4.grouped_amax(xs)
+    assert amax[0].isinf() and amax[1].isnan() and amax[2] == reference.amax(xs[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 16), (65, 48), (130, 2048), (3, 7168), (5, 32768)], ids=str)
+def test_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = draw("heavy", shape, dtype)
+    if shape[0] > 2:
+        x[1] = 0
+        x[2, :16] = 0
+    blocks = shape[1] // 16
+    listed = torch.randperm(blocks, device=CUDA)[: (blocks + 1) // 2]
+    prefix = rac.Blocks.prefix((blocks + 1) // 2, shape[1], CUDA)
+    tensor = reference.tensor_scale(x.abs().amax().float()) if x.numel() else torch.ones((), device=CUDA)
+    for blocks_of in (None, listed, prefix, rac.Blocks.of(listed, shape[1])):
+        index = blocks_of.index if isinstance(blocks_of, rac.Blocks) else blocks_of
+        for scale in (None, tensor, reference.row_scale(x), tensor / 41):
+            if scale is not None or x.numel():
+                wide_scale = reference.row_scale(x) if scale is None else scale
+                expected = rac_reference.qdq_with_residual(x, wide_scale, index)
+                assert same(rac.qdq_with_residual(x, scale, blocks_of), expected)
+            for swizzled in (False, True):
+                ours = rac.quantize_with_residual(x, scale, blocks_of, swizzled=swizzled)
+                theirs = rac_reference.quantize_with_residual(x, scale, index, swizzled=swizzled)
+                assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_variants(dtype: torch.dtype) -> None:
+    h = draw("normal", (257, 2 * 768), dtype) * 4
+    index = torch.arange(20, device=CUDA)
+    y = rac_reference.silu_and_mul(h)
+    expected = rac_reference.qdq_with_residual(y, reference.row_scale(y), index)
+    assert same(rac.qdq_with_residual(h, None, index, silu=True), expected)
+    ours = rac.quantize_with_residual(h, None, index, silu=True)
+    assert all(same(a, b) for a, b in zip(ours, rac_reference.quantize_with_residual(y, None, index), strict=True))
+
+
+def test_rows_with_a_stride() -> None:
+    base = draw("normal", (40, 512), torch.bfloat16)
+    x = base[:, 128:384]
+    expected = rac_reference.qdq_with_residual(x, reference.row_scale(x), torch.arange(3, device=CUDA))
+    assert same(rac.qdq_with_residual(x, None, torch.arange(3, device=CUDA)), expected)
+
+
+@pytest.mark.parametrize("tokens", [5, 200, 1500])
+@pytest.mark.parametrize("selection", ["none", "prefix", "listed"])
+def test_grouped_gemm(selection: str, tokens: int) -> None:
+    experts, n, k = 5, 208, 336
+    x, w = draw("heavy", (tokens, k), torch.bfloat16), draw("normal", (experts, n, k), torch.bfloat16)
+    cuts = torch.tensor([0, tokens // 3, tokens // 3, tokens // 2, tokens - 2, tokens - 1], device=CUDA)
+    scales = reference.tensor_scale(nvfp4.grouped_amax(list(w)))
+    codes, s8 = nvfp4.quantize(w, scales[:, None, None].expand(experts, n, 1))
+    blocks = {
+        "none": None,
+        "prefix": rac.Blocks.prefix(9, k, CUDA),
+        "listed": rac.Blocks.of(torch.tensor([20, 3, 11], device=CUDA), k),
+    }[selection]
+    q = rac.quantize_with_residual(x, None, blocks)
+    out = rac.grouped_gemm(q, codes, s8, scales, cuts, blocks, dtype=torch.float32)
+    exact = rac_reference.Quantized(q.codes, q.block_scales, q.scale)
+    index = None if blocks is None else blocks.index
+    torch.backends.cuda.matmul.allow_tf32 = False
+    expected = rac_reference.grouped_gemm(exact, codes, s8, scales, cuts, index, dtype=torch.float32)
+    assert not out[tokens - 1 :].any()  # rows of no expert
+    assert ((out - expected).norm() / expected.norm()).item() < 1e-5
+
+
+def test_capture_compile_and_no_sync() -> None:
+    x, ws = draw("normal", (64, 256), torch.bfloat16), [draw("normal", (32, 256), torch.bfloat16) for _ in range(3)]
+    blocks = rac.Blocks.prefix(8, 256, CUDA)
+    out = [torch.empty_like(w) for w in ws]
+    scale = reference.row_scale(x)
+
+    def step() -> list[Tensor]:
+        amax = nvfp4.grouped_amax(ws)
+        nvfp4.grouped_qdq(ws, amax, out=out)
+        q = rac.quantize_with_residual(x, None, blocks, swizzled=True)
+        return [amax, *q, rac.qdq_with_residual(x, None, blocks), nvfp4.qdq(x, scale)]
+
+    expected = [t.clone() for t in (*step(), *out)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        nvfp4.grouped_qdq([w.clone() for w in ws], nvfp4.grouped_amax(ws))  # a list seen for the first time
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    fresh = [w.clone() for w in ws]  # addresses first seen during capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+        first_seen = nvfp4.grouped_qdq(fresh, captured[0])
+    for t in (*captured, *out, *first_seen):
+        t.view(torch.uint8).fill_(255)
+    graph.replay()
+    assert all(same(a, b) for a, b in zip((*captured, *out), expected, strict=True))
+    assert all(same(a, b) for a, b in zip(first_seen, out, strict=True))
+
+    for t in out:
+        t.zero_()
+    compiled = torch.compile(step, fullgraph=True)
+    assert all(same(a, b) for a, b in zip((*compiled(), *out), expected, strict=True))
+
+
+def test_faults_are_named_before_any_launch() -> None:
+    x = draw("normal", (8, 64), torch.bfloat16)
+    one = torch.ones((), device=CUDA)
+    with pytest.raises(ValueError, match="bfloat16, float16 or float32, got torch.float64"):
+        nvfp4.qdq(x.double(), one)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        nvfp4.quantize(x[:, :24], one)
+    with pytest.raises(ValueError, match="scale on cpu"):
+        nvfp4.qdq(x, one.cpu())
+    with pytest.raises(ValueError, match="scale must hold one value"):
+        nvfp4.qdq(x, one.expand(3))
+    with pytest.raises(ValueError, match=r"xs\[1\].*not contiguous"):
+        nvfp4.grouped_amax([x, x[:, :32]])
+    with pytest.raises(ValueError, match=r"xs\[1\] is torch.float32"):
+        nvfp4.grouped_qdq([x, x.float()], torch.ones(2, device=CUDA))
+    with pytest.raises(ValueError, match="group below 1"):
+        nvfp4.grouped_qdq([x, x], torch.ones(1, device=CUDA))
+    with pytest.raises(ValueError, match="contiguous along K"):
+        rac.qdq_with_residual(x.t().contiguous().t(), None, None)
+    with pytest.raises(ValueError, match="prepared for K = 128"):
+        rac.qdq_with_residual(x, None, rac.Blocks.prefix(1, 128, CUDA))

@@ -1,0 +1,108 @@
+"""HttpRollout on a real vLLM OpenAI server, against what the files say."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from helpers import free_port, make_tiny_hf
+from rollout_helpers import HFReference, dequantized, half_metadata, write_export
+from safetensors.torch import load_file, save_file
+
+from megatron_quads.errors import QuadsError
+from megatron_quads.rollout import HttpRollout
+from megatron_quads.rollout.http import server_command, server_environment
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("http")
+    return [make_tiny_hf(root / f"hf{i}", seed=i) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def server(sources: list[Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    root, port = sources[0].parent, free_port()
+    export = write_export(sources[0], root / "export0", metadata=half_metadata(sources[0], [0, 1]))
+    log = root / "server.log"
+    with open(log, "wb") as out:
+        command = server_command(export, port=port, max_model_len=64, max_num_seqs=16)
+        process = subprocess.Popen(command, env=server_environment(), stdout=out, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 400
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            try:
+                if requests.get(url + "/health", timeout=5).status_code == 200:
+                    break
+            except requests.ConnectionError:
+                time.sleep(0.5)
+        yield url, process
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def test_http_rollout(server: tuple[str, subprocess.Popen[bytes]], sources: list[Path], tmp_path: Path) -> None:
+    url, process = server
+    weights = [dequantized(load_file(s / "model.safetensors")) for s in sources]
+    metadata = half_metadata(sources[0], [0, 1])
+    rollout = HttpRollout(url)
+    info = rollout.info()
+    assert (info.version, info.activation, info.rac_active_layers) == (0, "rac", [0, 1])
+    assert info.rac_hash == metadata.content_hash and rollout.max_model_len == 64
+
+    prompts = torch.randint(3, 500, (3, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    ask = {"n": 3, "max_tokens": 16, "temperature": 1.0, "seed": 4}
+    groups = rollout.generate(prompts, **ask)
+    assert [[s.token_ids for s in g] for g in rollout.generate(prompts[:1], **ask)] == [
+        [s.token_ids for s in groups[0]]
+    ]
+    flat = [(p, s) for p, g in zip(prompts, groups, strict=True) for s in g]
+    for _, s in flat:
+        assert len(s.token_ids) == len(s.logprobs) and (s.finish_reason == "stop") == (s.token_ids[-1] == 2)
+    scores = rollout.score([p + s.token_ids for p, s in flat])
+    gap = torch.cat([torch.tensor(q[7:]) - torch.tensor(s.logprobs) for q, (_, s) in zip(scores, flat, strict=True)])
+    assert gap.abs().median() < 1e-5 and gap.abs().mean() < 1e-3
+    with pytest.raises(QuadsError, match="64 tokens does not fit a context of 64"):
+        rollout.generate([[5] * 64], **ask)
+
+    audit = rollout.audit()
+    other = write_export(
+        sources[1], tmp_path / "other", metadata=half_metadata(sources[1], [0, 1], offset=1), version=7
+    )
+    with pytest.raises(QuadsError, match=r"RAC metadata .* differs from the running"):
+        rollout.update_weights(other, 7)
+    assert rollout.audit() == audit and rollout.info().version == 0
+
+    rollout.update_weights(write_export(sources[1], tmp_path / "export1", metadata=metadata, version=7), 7)
+    assert rollout.info().version == 7
+    experts = {n: w for n, w in weights[1].items() if ".experts." in n}
+    save_file(experts, tmp_path / "w.safetensors")
+    bits = rollout.count_bits(tmp_path / "w.safetensors")
+    assert bits.keys() == experts.keys() and not any(bits.values())
+
+    rollout.set_activation("w4a16")
+    tokens = torch.randint(3, 500, (6, 40), generator=torch.Generator().manual_seed(1))
+    reference = HFReference(sources[1], weights[1], None, tmp_path / "reference")
+    gap = (torch.tensor(rollout.score(tokens.tolist())) - reference.score(tokens)).abs()
+    assert gap.max() <= 1e-4
+    assert rollout.record_routes(tokens[:1].tolist())[0].shape == (2, 40, 2)
+
+    process.kill()
+    process.wait()
+    with pytest.raises(QuadsError, match=r"does not answer .*127\.0\.0\.1"):
+        rollout.generate(prompts, **ask)
+    rollout.close()
