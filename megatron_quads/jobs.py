@@ -39,6 +39,21 @@ def launch(name: str, settings: dict[str, Any], argv: Sequence[str], *, nproc: i
     run_ranks([sys.executable, "-m", "megatron_quads.jobs", name, payload], nproc=nproc, logs=logs)
 
 
+def without_layout(argv: list[str]) -> list[str]:
+    """A run's Megatron arguments without its layout: proofs reshard to the ranks they run on."""
+    out, skip = [], False
+    for word in argv:
+        if skip:
+            skip = False
+            continue
+        name = word.split("=")[0]
+        if name.endswith("-parallel-size"):
+            skip = "=" not in word
+            continue
+        out.append(word)
+    return out
+
+
 def run(name: str, job: Job) -> None:
     """Run one job on this rank, inside an initialised distributed runtime."""
     # set before transformers, vLLM or Megatron are imported

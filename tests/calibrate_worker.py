@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
 from megatron_quads.checkpoint.hf import read_model_config
 from megatron_quads.checkpoint.load import load_hf
 from megatron_quads.config import QuadsConfig

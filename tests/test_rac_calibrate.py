@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from helpers import run_ranks
+from safetensors.torch import load_file
+
 from megatron_quads import atomic
 from megatron_quads.rac import sort
 from megatron_quads.rac.calibrate import REPORT
 from megatron_quads.rac.metadata import load_sidecar
-from safetensors.torch import load_file
-
-from helpers import run_ranks
 
 pytestmark = pytest.mark.slow
 

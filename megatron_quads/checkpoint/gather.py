@@ -1,4 +1,4 @@
-"""Sharded Megatron model -> full Hugging Face tensors on rank 0, streamed: one unit (one parameter) in memory at a time.
+"""Sharded Megatron model -> full Hugging Face tensors on rank 0, streamed one parameter at a time.
 
 Which rank sends what is decided once from every rank's inventory, so any EP x TP x ETP x PP layout, with any number of
 data-parallel replicas, gives the same tensors in the same order.

@@ -4,7 +4,7 @@ The rollout of this project scales activations per token and does not use it, un
 without RAC metadata. Other readers divide by it, so a placeholder would clip (too small) or flush to zero (too large).
 Calibrated values are written when RAC metadata has them. Otherwise the value follows from the weights alone:
 
-    gate, up   the normalised hidden state n has norm <= sqrt(H), x = gamma * n, so |x| <= sqrt(H) * max|gamma|: never clips
+    gate, up   x = gamma * n with |n|_2 <= sqrt(H), so |x| <= sqrt(H) * max|gamma|: never clips
     down       with g_i = <gamma * w_gate_i, n>, |h_i| <= |g_i u_i|; 16 standard deviations of each for isotropic n:
                min(H, 256) * max_i (|gamma * w_gate_i| * |gamma * w_up_i|)
 

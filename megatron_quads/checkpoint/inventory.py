@@ -79,7 +79,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def agree(error: QuadsError | None) -> None:
-    """Collective: when any rank has an error, all raise (the lowest rank's), so that none waits for another for ever."""
+    """Collective: when any rank has an error all raise (the lowest rank's), so that none waits for ever."""
     found = [e for e in exchange(None if error is None else (error.what, error.where, error.do)) if e is not None]
     if error is not None:
         raise error

@@ -23,7 +23,9 @@ def load_hf(chunks: Sequence[nn.Module], hf: HFModel) -> None:
     error: QuadsError | None = None
     try:
         if hf.config.get("quantization_config"):
-            raise QuadsError("the checkpoint is quantised", where=str(hf.path), do="train from a BF16 or FP32 checkpoint")
+            raise QuadsError(
+                "the checkpoint is quantised", where=str(hf.path), do="train from a BF16 or FP32 checkpoint"
+            )
         reader = SafetensorsFolder(hf.path)
         held = held_units(chunks, hf)
         for unit in units(hf):
@@ -64,7 +66,9 @@ def _read(reader: SafetensorsFolder, name: str, shape: tuple[int, ...]) -> Tenso
         )
     tensor = reader.get(name)
     if not tensor.is_floating_point():
-        raise QuadsError(f"{name} has dtype {tensor.dtype}", where=str(reader.path), do="give a BF16 or FP32 checkpoint")
+        raise QuadsError(
+            f"{name} has dtype {tensor.dtype}", where=str(reader.path), do="give a BF16 or FP32 checkpoint"
+        )
     require_finite(name, tensor, where=str(reader.path))
     return tensor
 

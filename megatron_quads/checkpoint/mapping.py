@@ -67,7 +67,7 @@ def units(hf: HFModel) -> list[Unit]:
     """Every unit of the whole model in canonical order: embedding, layers ascending (experts ascending), norm, head."""
     h, inter, d = hf.hidden_size, hf.moe_intermediate_size, hf.head_dim
     q, kv = hf.num_heads * d, hf.num_kv_heads * d
-    whole = {"input_layernorm": (h,), "self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
+    whole: dict[str, tuple[int, ...]] = {"input_layernorm": (h,), "self_attn.q_norm": (d,), "self_attn.k_norm": (d,)}
     whole |= {"post_attention_layernorm": (h,), "mlp.gate": (hf.num_experts, h), "self_attn.o_proj": (h, q)}
     embedding = ("model.embed_tokens.weight",)
     vocab = ((hf.vocab_size, h),)
@@ -97,7 +97,7 @@ def units(hf: HFModel) -> list[Unit]:
 
 
 def unit_key(name: str, *, layer_of: Sequence[int], first_expert: int, hf: HFModel) -> str:
-    """Megatron parameter name within one model chunk -> ``Unit.key``; QuadsError for a parameter without HF counterpart.
+    """Megatron parameter name within a model chunk -> ``Unit.key``; QuadsError when it has no HF counterpart.
 
     ``layer_of``: the chunk's layers -> global layer index. ``first_expert``: global id of the rank's first expert.
     """

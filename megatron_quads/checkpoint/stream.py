@@ -1,4 +1,4 @@
-"""Write safetensors shards as a stream: sizes are planned first, then each tensor goes straight to its place on disk."""
+"""Write safetensors shards as a stream: sizes are planned first, then each tensor goes straight to its place."""
 
 from __future__ import annotations
 

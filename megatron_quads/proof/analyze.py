@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from ..kernels.rac import reference as kernel
 from ..rac.batches import Batch, check_sequences, make_batches
 from ..rac.metadata import RacMetadata
 from ..rac.select import Gemm
-from ..rac.statistics import activation_scale, all_reduce
+from ..rac.statistics import ActivationScale, activation_scale, all_reduce
 from ..trainer.activations import emulate_activations, observe_experts
 from ..trainer.experts import compute_weight, expert_linears
 from ..trainer.logprobs import token_logprobs
@@ -158,13 +158,10 @@ def analyze(
         raise QuadsError("the recipe has RAC but no RAC metadata was given", do="calibrate, or analyze recipe qat")
     if rac is not None:
         rac.require_model(hf.shape, where=str(hf_in))
-    if rollout_logprobs is None:
-        rollout_logprobs = [[0.0] * (len(s) - 1) for s in sequences]
-        known = False
-    else:
-        known = True
-    where, rollout = align(sequences, rollout_logprobs)
+    unknown = rollout_logprobs is None
+    where, rollout = align(sequences, rollout_logprobs or [[0.0] * (len(s) - 1) for s in sequences])
     batches = make_batches(sequences)
+    mode = cast(ActivationScale, quads.activation_scale)
 
     chunks = build(args, hf, dataclasses.replace(quads, recipe="bf16"))
     load_hf(chunks, hf)
@@ -172,17 +169,17 @@ def analyze(
     del chunks
     chunks = build(args, hf, dataclasses.replace(quads, recipe="qat"))
     load_hf(chunks, hf)
-    errors = _LayerErrors(chunks, rac, quads.activation_scale)
+    errors = _LayerErrors(chunks, rac, mode)
     with observe_experts(chunks, errors):
         w4a16 = _score(chunks, batches, where, args)
-    with emulate_activations(chunks, None, activation_scale=quads.activation_scale):
+    with emulate_activations(chunks, rac.without_blocks() if rac else None, activation_scale=mode):
         w4a4 = _score(chunks, batches, where, args)
     with_rac = None
     if rac is not None:
         with emulate_activations(chunks, rac, activation_scale=rac.activation_scale):
             with_rac = _score(chunks, batches, where, args)
 
-    rows = split(raw, w4a16, w4a4, with_rac, rollout if known else None, rollout_has_rac=quads.rac)
+    rows = split(raw, w4a16, w4a4, with_rac, None if unknown else rollout, rollout_has_rac=quads.rac)
     analysis = Analysis(len(where), rows, errors.rows(hf.num_layers, quads.quantized_layers(hf.num_layers)))
     if dist.get_rank() == 0:
         out = Path(out)
@@ -205,8 +202,8 @@ def _score(chunks: list[nn.Module], batches: Sequence[Batch], where: Tensor, arg
 class _LayerErrors:
     """Observes the experts' inputs and accumulates squared output errors of each way of computing the expert."""
 
-    def __init__(self, chunks: list[nn.Module], rac: RacMetadata | None, mode: Any) -> None:
-        self.modules = {(e.layer, e.expert, e.name): e.module for e in expert_linears(chunks)}
+    def __init__(self, chunks: list[nn.Module], rac: RacMetadata | None, mode: ActivationScale) -> None:
+        self.modules = {(e.layer, e.expert, e.kind): e.module for e in expert_linears(chunks)}
         self.rac, self.mode = rac, mode
         self.sums: dict[int, Tensor] = {}  # layer -> [reference, weight, activation, activation with RAC]
 

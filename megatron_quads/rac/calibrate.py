@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -34,7 +34,7 @@ from .batches import Batch, check_sequences, deal, make_batches
 from .metadata import SIDECAR, RacMetadata
 from .select import Gemm, Unit
 from .sensitivity import measure
-from .statistics import Moments, ResidualEnergy
+from .statistics import ActivationScale, Moments, ResidualEnergy
 
 log = logging.getLogger(__name__)
 REPORT = "quads_calibration_report.json"
@@ -163,7 +163,8 @@ def _choose(
 ) -> CalibrationReport:
     """Energies, sensitivities and the selection on the model as it will be trained."""
     static = {unit: top * quads.static_headroom for unit, top in amax.items()}
-    residual = ResidualEnergy(hf.shape, quads.activation_scale, static, copies=moments.copies)
+    mode = cast(ActivationScale, quads.activation_scale)
+    residual = ResidualEnergy(hf.shape, mode, static, copies=moments.copies)
     _observe(chunks, batches, residual, args)
     energy = residual.by_unit(layers)
     blocks = {unit: e.numel() for unit, e in energy.items()}

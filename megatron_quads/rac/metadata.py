@@ -87,6 +87,15 @@ class RacMetadata(_Strict):
                     raise ValueError(f"layer {layer} {name}: a static activation scale needs static_amax")
         return self
 
+    def without_blocks(self) -> RacMetadata:
+        """The same model and scales with RAC off everywhere: plain W4A4."""
+
+        def off(gemm: GemmSelection) -> GemmSelection:
+            return GemmSelection(blocks=[], static_amax=gemm.static_amax)
+
+        layers = {i: LayerSelection(gate_up=off(x.gate_up), down=off(x.down)) for i, x in self.layers.items()}
+        return self.model_copy(update={"layers": layers, "ratio": 0.0})
+
     @property
     def content_hash(self) -> str:
         """sha256 over the canonical JSON, the hash itself excluded."""

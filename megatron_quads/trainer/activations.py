@@ -135,7 +135,9 @@ def emulate_activations(
     """
     if activation_scale == "static" and rac is None:
         raise QuadsError(
-            "a static activation scale needs calibrated amax values", where="emulate_activations", do="give RAC metadata"
+            "a static activation scale needs calibrated amax values",
+            where="--quads-activation-scale",
+            do="give RAC metadata, or scale per token",
         )
 
     def keep(x: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ def observe_experts(chunks: Sequence[nn.Module], fn: Observer) -> Iterator[None]
     """Inside, ``fn(layer, expert, "gate_up" | "down", x)`` sees each input [tokens, K] of the layers' routed experts.
 
     Layers are those whose weights are quantised, or all when none is. Under expert tensor parallelism "down" is
-    gathered to its full K on each rank of the group; all of them observe the same rows. ``fn`` must not keep or change x.
+    gathered to its full K on each rank of the group; all observe the same rows. ``fn`` must not keep or change x.
     """
     any_quantized = any(x.module.quantized for x in expert_linears(chunks))
     layers = None if any_quantized else {layer for layer, _ in moe_layers(chunks)}

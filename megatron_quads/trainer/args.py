@@ -19,6 +19,7 @@ from ..checkpoint.hf import HFModel
 from ..config import QuadsConfig, add_arguments
 from ..errors import QuadsError
 from ..kernels.nvfp4.reference import BLOCK
+from .runtime import apply_patches
 
 # the local spec has no fused kernels; on a GPU they come with Transformer Engine or apex, which this spec does not use
 _LOCAL_SPEC = (
@@ -121,10 +122,7 @@ def parse_args(argv: Sequence[str], hf: HFModel) -> argparse.Namespace:
 
 def _validate(args: argparse.Namespace) -> None:
     arguments = megatron_arguments()
-    if not torch.cuda.is_available():
-        from ..patches import megatron_cpu, registry
-
-        registry.apply(megatron_cpu.PATCHES)
+    apply_patches()
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # announcements of single settings
             arguments.validate_args(args)

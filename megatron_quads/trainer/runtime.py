@@ -13,9 +13,32 @@ import torch
 import torch.distributed as dist
 
 from ..errors import QuadsError
+from ..patches import megatron_adam, megatron_cpu, registry
 
 log = logging.getLogger(__name__)
 _DEFAULT_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+# one line per parameter and set-up step at INFO; the two named ones warn at every start of what is meant to be so
+_LOG_LEVELS = {
+    "megatron": logging.WARNING,
+    "megatron.core.models.gpt.gpt_model": logging.ERROR,
+    "megatron.core.rerun_state_machine": logging.ERROR,
+}
+
+
+def required_patches() -> tuple[registry.Patch, ...]:
+    """The registered patches that this machine needs."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    torch_adam = () if distrib_optimizer.HAVE_APEX_OR_TE else megatron_adam.PATCHES
+    return (*torch_adam, *(() if torch.cuda.is_available() else megatron_cpu.PATCHES))
+
+
+def apply_patches() -> None:
+    """Apply them, once; QuadsError when one does not fit the installed Megatron or torch."""
+    registry.apply(required_patches())
+    registry.require_applied(required_patches())
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -27,12 +50,10 @@ def initialize(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        from ..patches import megatron_cpu, registry
-
-        registry.apply(megatron_cpu.PATCHES)
-        registry.require_applied(megatron_cpu.PATCHES)
-        log.debug("patches: %s", registry.status(megatron_cpu.PATCHES))
+    for name, level in _LOG_LEVELS.items():
+        logging.getLogger(name).setLevel(level)
+    apply_patches()
+    log.debug("patches: %s", registry.status(required_patches()))
     if parallel_state.model_parallel_is_initialized():
         _require_same_layout(args)
         return

@@ -28,7 +28,7 @@ OPTIMIZER_METADATA = {
 
 
 def agree(error: BaseException | None, what: str) -> None:
-    """Collective: when any rank failed, every rank raises (its own error, or a QuadsError naming the first that did)."""
+    """Collective: when any rank failed, all raise (their own error, or a QuadsError naming the first that did)."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, None if error is None else str(error) or type(error).__name__)
     if error is not None:
@@ -84,6 +84,29 @@ def load(folder: Path, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, A
             f"cannot read the trainer checkpoint: {e}", where=str(folder), do="was it written for this model?"
         ) from e
     return loaded, extra
+
+
+def materialize_optimizer(optimizer: Any) -> None:
+    """Give every parameter its Adam state, zero where no step was made yet.
+
+    Megatron's distributed optimizer reads ``step`` from torch's Adam before it saves or loads anything and its own
+    initialiser leaves ``step`` out, so a checkpoint of an untrained model, or a load into one, would fail.
+    """
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            part.init_state_fn(inner, part.config)
+            for values in inner.state.values():
+                values.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def separate_steps(optimizer: Any) -> None:
+    """Give every parameter its own ``step`` after a load: Megatron hands torch's Adam one tensor for all of them, which
+    each parameter's update would then increment."""
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for values in part.optimizer.state.values():
+                values["step"] = values["step"].clone()
 
 
 def rng_state() -> list[dict[str, Any]]:

@@ -121,6 +121,7 @@ class Trainer:
         return {**_reduce(found), "grad_norm": float(grad_norm), "lr": lr}
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
+        state.materialize_optimizer(self.optimizer)
         model = {f"model{i}": m.sharded_state_dict() for i, m in enumerate(unwrap_model(self.chunks))}
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=state.OPTIMIZER_METADATA)
         return {**model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
@@ -144,6 +145,7 @@ class Trainer:
         for i, model in enumerate(unwrap_model(self.chunks)):
             model.load_state_dict(loaded[f"model{i}"])
         self.optimizer.load_state_dict(loaded["optimizer"])
+        state.separate_steps(self.optimizer)
         self.scheduler.load_state_dict(loaded["scheduler"])
         self.iteration = loaded["iteration"]
         if not state.restore_rng(loaded["rng"]):

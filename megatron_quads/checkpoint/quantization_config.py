@@ -1,0 +1,72 @@
+"""The JSON that tells readers what an export holds: ``hf_quant_config.json`` and config.json's ``quantization_config``.
+
+Modules are ignored by exact name. Patterns are a trap: readers differ (ModelOpt globs, vLLM substrings and then globs),
+and an ignored ``*mlp.gate*`` also swallows a fused ``gate_up_proj``, which turns a rollout BF16 without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import __version__
+from ..config import QuadsConfig
+from ..kernels import nvfp4
+from ..rac.metadata import RacMetadata
+from .hf import HFModel
+
+QUANT_ALGO = "NVFP4"
+MARKER_KEY = "quads"
+_PRODUCER = {"name": "megatron-quads", "version": __version__}
+
+
+def ignored_modules(hf: HFModel, quantized_layers: list[int]) -> list[str]:
+    """Exact names of every linear module that is not NVFP4: head, attention, routers, and unquantised layers' experts.
+
+    Of an unquantised layer both the experts' container (what fused implementations look up) and each projection.
+    """
+    out = ["lm_head"]
+    for layer in range(hf.num_layers):
+        p = f"model.layers.{layer}."
+        out += [f"{p}self_attn.{x}_proj" for x in "qkvo"] + [p + "mlp.gate"]
+        if layer not in quantized_layers:
+            out.append(p + "mlp.experts")
+            for expert in range(hf.num_experts):
+                out += [f"{p}mlp.experts.{expert}.{x}_proj" for x in ("gate", "up", "down")]
+    return out
+
+
+def hf_quant_config(hf: HFModel, quantized_layers: list[int]) -> dict[str, Any]:
+    """Content of ``hf_quant_config.json`` (ModelOpt's own file)."""
+    return {
+        "producer": _PRODUCER,
+        "quantization": {
+            "quant_algo": QUANT_ALGO,
+            "kv_cache_quant_algo": None,
+            "group_size": nvfp4.BLOCK,
+            "exclude_modules": ignored_modules(hf, quantized_layers),
+        },
+    }
+
+
+def quantization_config(
+    hf: HFModel, quantized_layers: list[int], quads: QuadsConfig, rac: RacMetadata | None
+) -> dict[str, Any]:
+    """config.json's ``quantization_config``: what ModelOpt writes, plus ``rac`` or else ``quads``, by which the rollout
+    of this project claims the checkpoint. Other readers skip both and serve without compensation.
+    """
+    args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
+    own: dict[str, Any] = {"rac": rac.to_block()} if rac else {}
+    if rac is None:
+        own[MARKER_KEY] = {"activations": "w4a4", "activation_scale": quads.activation_scale}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": QUANT_ALGO,
+        "kv_cache_scheme": None,
+        "group_size": nvfp4.BLOCK,
+        "config_groups": {
+            "group_0": {"input_activations": dict(args), "weights": dict(args), "targets": ["Linear"]},
+        },
+        "ignore": ignored_modules(hf, quantized_layers),
+        "producer": _PRODUCER,
+        **own,
+    }
