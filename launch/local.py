@@ -71,7 +71,11 @@ def run_ranks(argv: Sequence[str], *, nproc: int, logs: Path) -> None:
         for r in range(nproc):
             with open(files[r], "ab") as err:
                 p = subprocess.Popen(
-                    list(argv), env=rank_environment(r, nproc, port), stdout=subprocess.PIPE, stderr=err, start_new_session=True
+                    list(argv),
+                    env=rank_environment(r, nproc, port),
+                    stdout=subprocess.PIPE,
+                    stderr=err,
+                    start_new_session=True,
                 )
             ranks.append(p)
             pumps.append(threading.Thread(target=_pump, args=(p.stdout, files[r], r == 0), daemon=True))
@@ -128,6 +132,10 @@ def _error_of(rank: int, code: int, files: list[Path], starts: list[int]) -> Qua
         return error
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     tail = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
-    error = QuadsError(f"rank {rank} {how}: {tail[:200]}", where=str(files[rank]), do="read its log; a run can be continued with --resume")
+    error = QuadsError(
+        f"rank {rank} {how}: {tail[:200]}",
+        where=str(files[rank]),
+        do="read its log; a run can be continued with --resume",
+    )
     error.exit_code = 2
     return error

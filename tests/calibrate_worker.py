@@ -43,7 +43,7 @@ def main(hf_path: Path, out: Path, ep: int) -> None:
     result: dict = {"reports": {}, "errors": {}}
     calibration = prompts(3, seed=1)
     for name, quads in (("sorted", SORTED), ("plain", PLAIN)):
-        report = calibrate(hf_path, calibration, quads, out / name, args=args)
+        report = calibrate(hf_path, calibration, quads, out / name, args=args, max_batch_tokens=40)
         result["reports"][name] = report.to_dict()
     if ep == 1:
         off = dataclasses.replace(SORTED, rac_ratio=0.0)

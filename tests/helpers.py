@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_quads.rac.metadata import GemmSelection, LayerSelection, ModelShape, RacMetadata
+
 VOCAB = 500  # not a multiple of 128: Megatron pads it
 
 
@@ -146,6 +148,14 @@ def make_tiny_hf(
     config = tiny_config(dtype=str(dtype).removeprefix("torch."), **over)
     weights = {n: w.to(dtype) for n, w in tiny_weights(config, seed, std).items()}
     return write_hf(folder, config, weights, shards=shards)
+
+
+def tiny_rac(shape: ModelShape) -> RacMetadata:
+    """Uniform 50 % metadata for every layer of a model, with made-up calibrated amax values."""
+    gate_up = GemmSelection(blocks=list(range(0, shape.hidden_size // 16, 2)), static_amax=7.5)
+    down = GemmSelection(prefix=shape.moe_intermediate_size // 32, static_amax=2.25)
+    layers = {i: LayerSelection(gate_up=gate_up, down=down) for i in range(shape.num_layers)}
+    return RacMetadata(model=shape, activation_scale="token", policy="uniform", ratio=0.5, sorted=False, layers=layers)
 
 
 @dataclass(frozen=True)

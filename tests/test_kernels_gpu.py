@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from megatron_quads.kernels import nvfp4, rac
 from megatron_quads.kernels.nvfp4 import reference
 from megatron_quads.kernels.rac import reference as rac_reference
-from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_quads.kernels.nvfp4 import reference as nvfp4
 from torch import Tensor
+
+from megatron_quads.kernels.nvfp4 import reference as nvfp4
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from megatron_quads.kernels.nvfp4 import reference as nvfp4
 from megatron_quads.kernels.rac import reference as rac
 

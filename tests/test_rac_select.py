@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_quads.errors import QuadsError
 from megatron_quads.rac import select
 from megatron_quads.rac.metadata import ModelShape

@@ -5,12 +5,13 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
 from megatron_quads import atomic
 from megatron_quads.checkpoint.hf import INDEX
 from megatron_quads.errors import QuadsError
 from megatron_quads.rac import sort
-from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 LAYERS, EXPERTS, HIDDEN, INTER = 2, 4, 32, 48
 

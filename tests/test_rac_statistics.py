@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from megatron_quads.errors import QuadsError
 from megatron_quads.kernels.rac import reference as rac
 from megatron_quads.rac import batches, statistics

@@ -241,7 +241,7 @@ def grouped_kernel(rows_ptr, tiles_ptr, amax_ptr, per_tensor, X: tl.constexpr, O
     s8_ptr = _pointer(tl.load(row + 3) + first, tl.float8e4nv, ALIGNED)
     inside = (tl.load(row + 4) - first).to(tl.int32)
     scale = tl.div_rn(tl.load(amax_ptr + tl.load(row + 5)), SIX_E4M3_MAX)
-    if is_fast(scale, scale, X == tl.float32):
+    if is_fast(scale, scale, tl.float32 == X):
         _tile(x_ptr, out_ptr, codes_ptr, s8_ptr, scale, inside, QDQ, CODES, True, BLOCKS)
     else:
         for sub in range(0, BLOCKS, SLOW):
@@ -258,7 +258,7 @@ def amax_kernel(rows_ptr, tiles_ptr, out_ptr, per_tensor, X: tl.constexpr, UNIFO
     blocks = tl.load(row + 4)
     group = tl.load(row + 5)
     at = tile * WORDS + tl.arange(0, WORDS)
-    PAIRED: tl.constexpr = X == tl.bfloat16  # two values in each word
+    PAIRED: tl.constexpr = tl.bfloat16 == X  # two values in each word
     if PAIRED:
         word = tl.load(_pointer(tl.load(row), tl.int32, ALIGNED) + at, mask=at < blocks * 8, other=0)
         top = tl.max(tl.maximum(word & 0x7FFF0000, (word << 16) & 0x7FFF0000), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ def summarise(run: str | Path) -> dict[str, Any]:
     """One arm's row. The gap's mean weighs all tokens of the run alike; bits are the sum over all refits."""
     folder = RunFolder(run)
     info = folder.read_run()
-    status = atomic_json(folder.path / "status.json")
+    status = _read_object(folder.path / "status.json")
     if status.get("state") != "done":
-        raise QuadsError(f"the run is {status.get('state', 'not finished')}", where=str(run), do="finish it with `quads rl --resume`")
+        raise QuadsError(
+            f"the run is {status.get('state', 'not finished')}", where=str(run), do="finish it with `quads rl --resume`"
+        )
     rows = read_rows(folder.metrics)
     audit = read_rows(folder.audit)
     tokens = [r["tokens"] for r in rows]
@@ -39,10 +42,13 @@ def summarise(run: str | Path) -> dict[str, Any]:
     }
 
 
-def atomic_json(path: Path) -> dict[str, Any]:
-    """A JSON object, {} when there is no such file."""
-    import json
+def audited_refits(rows: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+    """(refits, tensors compared, bits mismatched) of a run's audit.jsonl."""
+    return len(rows), sum(r["tensors"] for r in rows), sum(r["bits_mismatched"] for r in rows)
 
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, {} when there is no such file."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -51,9 +57,22 @@ def require_same_seeds(runs: Sequence[str | Path]) -> None:
     first = RunFolder(runs[0]).read_run()["rl"]
     for run in runs[1:]:
         other = RunFolder(run).read_run()["rl"]
-        for key in ("task", "task_config", "seed", "steps", "prompts_per_step", "samples_per_prompt", "temperature", "heldout"):
+        for key in (
+            "task",
+            "task_config",
+            "seed",
+            "steps",
+            "prompts_per_step",
+            "samples_per_prompt",
+            "temperature",
+            "heldout",
+        ):
             if first[key] != other[key]:
-                raise QuadsError(f"{key} is {other[key]!r}, the first run has {first[key]!r}", where=str(run), do="compare runs with the same settings")
+                raise QuadsError(
+                    f"{key} is {other[key]!r}, the first run has {first[key]!r}",
+                    where=str(run),
+                    do="compare runs with the same settings",
+                )
 
 
 def compare(runs: Sequence[str | Path], out: Path) -> list[dict[str, Any]]:
@@ -72,7 +91,15 @@ def compare(runs: Sequence[str | Path], out: Path) -> list[dict[str, Any]]:
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """The table on the terminal."""
     table = Table(title="log-prob gap in nats, per sampled token; reward on held-out problems")
-    for column in ("arm", "gap mean", "gap max", "weight bits that differ", "reward before", "reward after", "tokens/s"):
+    for column in (
+        "arm",
+        "gap mean",
+        "gap max",
+        "weight bits that differ",
+        "reward before",
+        "reward after",
+        "tokens/s",
+    ):
         table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for r in rows:
         table.add_row(

@@ -10,9 +10,9 @@ from .. import atomic, jobs
 from ..checkpoint.hf import read_model_config
 from ..errors import QuadsError
 from ..rl.data import encode_prompts, step_prompts
-from ..rl.loop import load_tokenizer
 from ..rl.runfolder import RunFolder
 from ..rl.tasks import make_task
+from ..rl.tokenizer import load_tokenizer
 from ..rollout.client import LocalRollout
 
 
@@ -20,18 +20,29 @@ def sample_for_analysis(folder: RunFolder, info: dict[str, Any], out: Path, sequ
     """Export the run's starting model, sample ``sequences`` responses from it with vLLM; (samples JSON, HF model)."""
     rl, quads = info["rl"], info["quads"]
     if quads["recipe"] == "bf16":
-        raise QuadsError("recipe bf16 has no quantisation error to split", where=str(folder.path), do="analyze a quantised arm")
+        raise QuadsError(
+            "recipe bf16 has no quantisation error to split", where=str(folder.path), do="analyze a quantised arm"
+        )
     model = Path(rl["model"])
     hf, tokenizer = read_model_config(model), load_tokenizer(model)
     task = make_task(rl["task"], rl["task_config"])
     problems = step_prompts(task, rl["seed"], 0, sequences)
-    prompts = encode_prompts(problems, lambda t: tokenizer.encode(t), context=hf.max_position, max_tokens=rl["max_new_tokens"])
+    prompts = encode_prompts(
+        problems, lambda t: tokenizer.encode(t), context=hf.max_position, max_tokens=rl["max_new_tokens"]
+    )
     out.mkdir(parents=True, exist_ok=True)
     exported = out / "rollout"
     settings = {"model": str(model), "out": str(exported), "trainer_checkpoint": None}
     jobs.launch("export", settings, jobs.without_layout(info["argv"]), nproc=1, logs=folder.logs)
     dtype = "bfloat16" if "--bf16" in info["argv"] else "float32"
-    with LocalRollout(exported, dtype=dtype, max_model_len=hf.max_position, max_num_seqs=64, seed=0, log=folder.logs / "analyze_rollout.log") as rollout:
+    with LocalRollout(
+        exported,
+        dtype=dtype,
+        max_model_len=hf.max_position,
+        max_num_seqs=64,
+        seed=0,
+        log=folder.logs / "analyze_rollout.log",
+    ) as rollout:
         rollout.assert_active()
         groups = rollout.generate(
             prompts, n=1, max_tokens=rl["max_new_tokens"], temperature=rl["temperature"], seed=rl["seed"]
@@ -43,4 +54,3 @@ def sample_for_analysis(folder: RunFolder, info: dict[str, Any], out: Path, sequ
     samples = out / "samples.json"
     atomic.write_bytes(samples, json.dumps(data).encode())
     return samples, model
-

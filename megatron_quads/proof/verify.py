@@ -59,7 +59,9 @@ def verify_export(trainer: Trainer, hf: HFModel, quads: QuadsConfig, export: Pat
         try:
             bits = differing_bits(mine, stored_weight(reader, name, mine.dtype))
         except (QuadsError, ValueError) as e:
-            fault = e if isinstance(e, QuadsError) else MismatchError(f"{name}: {e}", where=str(export), do="export again")
+            fault = (
+                e if isinstance(e, QuadsError) else MismatchError(f"{name}: {e}", where=str(export), do="export again")
+            )
             continue
         row = rows["trainer and exported file"]
         row[0], row[1], row[2] = row[0] + 1, row[1] + (bits > 0), row[2] + bits
@@ -72,7 +74,9 @@ def verify_export(trainer: Trainer, hf: HFModel, quads: QuadsConfig, export: Pat
     if reader is not None and fault is None:
         _print(rows)
         if first is not None:
-            fault = MismatchError(f"{first} differs", where=str(export), do="do not serve it: export the checkpoint again")
+            fault = MismatchError(
+                f"{first} differs", where=str(export), do="do not serve it: export the checkpoint again"
+            )
     box = [fault]
     dist.broadcast_object_list(box, src=0)
     if box[0] is not None:
@@ -84,7 +88,9 @@ def _ask_engine(export: Path, wanted: dict[str, str], dtype: torch.dtype, logs: 
 
     context = min(read_model_config(export).max_position, 64)
     name = str(dtype).removeprefix("torch.")
-    with LocalRollout(export, dtype=name, max_model_len=context, max_num_seqs=4, seed=0, log=logs / "verify_rollout.log") as rollout:
+    with LocalRollout(
+        export, dtype=name, max_model_len=context, max_num_seqs=4, seed=0, log=logs / "verify_rollout.log"
+    ) as rollout:
         rollout.assert_active()
         found = rollout.audit()
     if odd := sorted(set(found) ^ set(wanted)):
@@ -98,8 +104,3 @@ def _print(rows: dict[str, list[int]]) -> None:
     for name, (tensors, differ, bits) in rows.items():
         table.add_row(name, str(tensors), str(differ), "see above" if bits < 0 else str(bits))
     Console().print(table)
-
-
-def audited_refits(rows: list[dict]) -> tuple[int, int, int]:
-    """(refits, tensors compared, bits mismatched) of a run's audit.jsonl."""
-    return len(rows), sum(r["tensors"] for r in rows), sum(r["bits_mismatched"] for r in rows)

@@ -30,7 +30,7 @@ from ..trainer.experts import require_match
 from ..trainer.logprobs import token_logprobs
 from ..trainer.model import build
 from . import select, sort
-from .batches import Batch, check_sequences, deal, make_batches
+from .batches import MAX_TOKENS, Batch, check_sequences, deal, make_batches
 from .metadata import SIDECAR, RacMetadata
 from .select import Gemm, Unit
 from .sensitivity import measure
@@ -70,7 +70,13 @@ _BY_UNIT = {"counts", "amax", "energy", "kl", "clipped_share"}
 
 
 def calibrate(
-    hf_in: str | Path, prompts: Sequence[Sequence[int]], quads: QuadsConfig, out: Path, *, args: argparse.Namespace
+    hf_in: str | Path,
+    prompts: Sequence[Sequence[int]],
+    quads: QuadsConfig,
+    out: str | Path,
+    *,
+    args: argparse.Namespace,
+    max_batch_tokens: int = MAX_TOKENS,
 ) -> CalibrationReport:
     """Sort the experts of ``hf_in`` and choose RAC's blocks; every rank of an initialised job calls it.
 
@@ -92,7 +98,7 @@ def calibrate(
     require_match(chunks, quads)
     load_hf(chunks, hf)
     batches = deal(
-        make_batches(prompts),
+        make_batches(prompts, max_tokens=max_batch_tokens),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
     )

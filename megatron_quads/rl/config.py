@@ -46,11 +46,15 @@ class RLConfig:
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "samples_per_prompt", "max_new_tokens", "updates_per_step", "heldout"):
             if getattr(self, name) < 1:
-                raise QuadsError(f"{name} is {getattr(self, name)}", where=f"--{name.replace('_', '-')}", do="give 1 or more")
+                raise QuadsError(
+                    f"{name} is {getattr(self, name)}", where=f"--{name.replace('_', '-')}", do="give 1 or more"
+                )
         if self.steps < 0 or self.save_every < 0:
             raise QuadsError("a number of steps cannot be negative", where="--steps, --save-every", do="give 0 or more")
         if self.temperature <= 0:
-            raise QuadsError(f"temperature {self.temperature} is not positive", where="--temperature", do="give e.g. 1.0")
+            raise QuadsError(
+                f"temperature {self.temperature} is not positive", where="--temperature", do="give e.g. 1.0"
+            )
         if self.prompts_per_step * self.samples_per_prompt % self.updates_per_step:
             raise QuadsError(
                 f"{self.prompts_per_step} x {self.samples_per_prompt} samples cannot be cut into {self.updates_per_step} equal parts",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from .metrics import MetricsWriter, gap_metrics, masked_mean, rollout_metrics, t
 from .refit import Refitter
 from .runfolder import RunFolder
 from .tasks import Problem, make_task
+from .tokenizer import load_tokenizer
 
 HELDOUT_SEED = 1 << 30  # sampling seeds of held-out evaluation never meet those of training steps
 SAMPLES_KEPT = 4
@@ -51,7 +51,9 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
 class Session:
     """State of a run on one rank: trainer everywhere; rollout, task and writer on rank 0."""
 
-    def __init__(self, args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool) -> None:
+    def __init__(
+        self, args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool
+    ) -> None:
         self.args, self.hf, self.quads, self.cfg = args, hf, quads, cfg
         self.rank0 = dist.get_rank() == 0
         self.folder = RunFolder(cfg.out)
@@ -118,18 +120,26 @@ class Session:
             assert self.rollout is not None
             version = self.rollout.info().version
             if version != step:
-                raise QuadsError(f"the rollout holds weights of version {version}, the trainer of {step}", where="rollout", do="resume the run")
+                raise QuadsError(
+                    f"the rollout holds weights of version {version}, the trainer of {step}",
+                    where="rollout",
+                    do="resume the run",
+                )
             problems = step_prompts(self.task, self.cfg.seed, step, self.cfg.prompts_per_step)
             prompts = self._encode(problems)
             started = time.monotonic()
             samples = self._generate(prompts, self.cfg.samples_per_prompt, self.cfg.seed * 1_000_003 + step)
             seconds = time.monotonic() - started
-            batch = rollout_batch(prompts, samples, pad_id=self._pad_id(), multiple=max(1, self.args.tensor_model_parallel_size))
+            batch = rollout_batch(
+                prompts, samples, pad_id=self._pad_id(), multiple=max(1, self.args.tensor_model_parallel_size)
+            )
             rewards = score_samples(self.task, problems, samples, self._decode, self.tokenizer.eos_token_id)
             batch["advantages"] = group_advantages(rewards, self.cfg.samples_per_prompt)
             for problem, group in list(zip(problems, samples, strict=True))[:SAMPLES_KEPT]:
                 text = self._decode(list(group[0].token_ids))
-                self.folder.append(self.folder.samples, {"step": step + 1, "prompt": problem.prompt_text, "response": text})
+                self.folder.append(
+                    self.folder.samples, {"step": step + 1, "prompt": problem.prompt_text, "response": text}
+                )
             out = batch, rollout_metrics(rewards, batch["mask"], seconds)
         return share(out)
 
@@ -168,7 +178,7 @@ class Session:
         if self.rank0:
             assert self.rollout is not None
             self.rollout.update_weights(self.folder.refit(version), version)
-            self.folder.prune_refits()
+            self.folder.prune_refits(keep=self.start)
         seconds = time.monotonic() - started
         return {"refit_s": seconds, "weight_bits_mismatched": float(self.refitter.prove(self.rollout, version))}
 
@@ -213,17 +223,3 @@ def share(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def load_tokenizer(path: Path) -> Any:
-    """The checkpoint's tokenizer; QuadsError when it has none, or no EOS token."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError) as e:
-        raise QuadsError(f"no usable tokenizer: {str(e).splitlines()[0]}", where=str(path), do="add tokenizer.json") from e
-    if tokenizer.eos_token_id is None:
-        raise QuadsError("the tokenizer has no EOS token", where=str(path), do="set eos_token in tokenizer_config.json")
-    return tokenizer
-

@@ -39,7 +39,9 @@ def required_rac(quads: QuadsConfig, hf: HFModel) -> RacMetadata | None:
         return None
     rac = load_sidecar(hf.path)
     if rac is None:
-        raise QuadsError("recipe quads needs RAC metadata", where=str(hf.path), do="run `quads calibrate` on the checkpoint first")
+        raise QuadsError(
+            "recipe quads needs RAC metadata", where=str(hf.path), do="run `quads calibrate` on the checkpoint first"
+        )
     rac.require_model(hf.shape, where=str(hf.path))
     return rac
 
@@ -56,7 +58,13 @@ class Refitter:
         """Write the packed weights of ``version`` (all ranks take part); returns the committed folder."""
         out = self.folder.refit(version)
         export_hf(
-            self.trainer.chunks, self.hf, self.quads, out, rac=self.rac, dtype=self.dtype, extra_marker={"version": version}
+            self.trainer.chunks,
+            self.hf,
+            self.quads,
+            out,
+            rac=self.rac,
+            dtype=self.dtype,
+            extra_marker={"version": version},
         )
         return out
 
@@ -114,7 +122,9 @@ class Refitter:
             found = rollout.audit()
             if set(found) != set(wanted):
                 odd = sorted(set(found) ^ set(wanted))[0]
-                raise MismatchError(f"{odd} is held by one side only", where=f"weights of version {version}", do="report this")
+                raise MismatchError(
+                    f"{odd} is held by one side only", where=f"weights of version {version}", do="report this"
+                )
             differing = sorted(n for n in wanted if wanted[n] != found[n])
             if differing and held:
                 file = self.folder.path / "compute_weights.safetensors"

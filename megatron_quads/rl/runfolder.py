@@ -1,8 +1,8 @@
 """One run's folder: who owns it, what it holds, where it can be resumed.
 
-    run.json  metrics.jsonl  audit.jsonl  samples.jsonl  tb/  logs/  status.json
-    checkpoints/step_000010/   trainer state, committed        refit/v000010/   packed weights, the last two
-    export/                    the final checkpoint for vLLM
+run.json  metrics.jsonl  audit.jsonl  samples.jsonl  tb/  logs/  status.json
+checkpoints/step_000010/   trainer state, committed        refit/v000010/   packed weights, the last two
+export/                    the final checkpoint for vLLM
 """
 
 from __future__ import annotations
@@ -73,10 +73,18 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             lock.close()
-            raise QuadsError("run folder is in use by another process", where=str(self.path), do="wait for it or choose another --out") from e
+            raise QuadsError(
+                "run folder is in use by another process",
+                where=str(self.path),
+                do="wait for it or choose another --out",
+            ) from e
         self._lock = lock
         if (self.path / "run.json").exists() and not resume:
-            raise QuadsError("run folder already holds a run", where=str(self.path), do="give --resume to continue it or choose another --out")
+            raise QuadsError(
+                "run folder already holds a run",
+                where=str(self.path),
+                do="give --resume to continue it or choose another --out",
+            )
         if resume and not (self.path / "run.json").exists():
             raise QuadsError("nothing to resume: no run.json", where=str(self.path), do="start without --resume")
 
@@ -90,16 +98,19 @@ class RunFolder:
         """running | done | failed, with the number of completed steps."""
         atomic.write_json(self.path / "status.json", {"state": state, "step": step, "pid": os.getpid(), **more})
 
-    def prune_refits(self) -> None:
-        """Remove all but the newest refit folders."""
+    def prune_refits(self, *, keep: int) -> None:
+        """Remove all but the newest refit folders and version ``keep``, which the engine was started from and re-reads."""
         for old in sorted(self.exports.glob("v*"))[:-KEEP_REFITS]:
-            shutil.rmtree(old)
+            if old != self.refit(keep):
+                shutil.rmtree(old)
 
     def read_run(self) -> dict[str, Any]:
         """run.json; raises QuadsError when the folder is not a run."""
         path = self.path / "run.json"
         if not path.exists():
-            raise QuadsError("not a run folder: run.json is missing", where=str(self.path), do="give the --out of a `quads rl` run")
+            raise QuadsError(
+                "not a run folder: run.json is missing", where=str(self.path), do="give the --out of a `quads rl` run"
+            )
         return json.loads(path.read_text())
 
     def append(self, file: Path, row: dict[str, Any]) -> None:

@@ -1,10 +1,8 @@
-"""The demo's start: a tiny Qwen3-MoE checkpoint with a tokenizer built from a task's own text, and the demo's settings."""
+"""The demo's start: a tiny Qwen3-MoE checkpoint, a tokenizer built from the task's text, and the demo's settings."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import string
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,15 +80,16 @@ def template_parts(prompts: list[str]) -> tuple[str, str]:
     >>> template_parts(["Spell sun now", "Spell sad now"])
     ('Spell ', ' now')
     """
-    prefix = os.path.commonprefix(prompts)
+    prefix = _common_prefix(prompts)
     prefix = prefix.rstrip(string.ascii_letters + string.digits + "-.")
-    suffix = os.path.commonprefix([p[len(prefix) :][::-1] for p in prompts])[::-1]
+    suffix = _common_prefix([p[len(prefix) :][::-1] for p in prompts])[::-1]
     return prefix, suffix.lstrip(string.ascii_letters + string.digits + "-.")
 
 
 def build_tokenizer(task: Task) -> Any:
-    """A ``PreTrainedTokenizerFast``: the constant text around the generator's prompts is one token each, anything else is
-    single characters (so each digit is a token). Deterministic; ids 0, 1, 2 are pad, EOS, unknown.
+    """A ``PreTrainedTokenizerFast``: what all prompts begin and end with is one token each, the rest is characters.
+
+    Each digit is a token. Deterministic; ids 0, 1, 2 are pad, EOS, unknown. The size is no multiple of 128.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -134,7 +133,7 @@ def make_tiny_checkpoint(
                 do="NVFP4 blocks hold 16",
             )
     tokenizer = build_tokenizer(task)
-    config = Qwen3MoeConfig(
+    settings: dict[str, Any] = dict(
         vocab_size=len(tokenizer),
         hidden_size=model.hidden,
         intermediate_size=2 * model.hidden,
@@ -158,7 +157,7 @@ def make_tiny_checkpoint(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = Qwen3MoeForCausalLM(config).float()
+        network = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).float()
     out = Path(out)
     with atomic.folder(out, marker={"kind": "tiny", "seed": seed}) as aside:
         network.save_pretrained(aside)
@@ -166,13 +165,12 @@ def make_tiny_checkpoint(
     return out
 
 
+def _common_prefix(texts: list[str]) -> str:
+    low, high = min(texts), max(texts)  # what the extremes of the sorted order share, all share
+    same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return low[:same]
+
+
 def _literal(text: str) -> str:
     """``text`` as a regular expression (Oniguruma) that matches just it."""
     return "".join("\\" + c if c in string.punctuation else c for c in text)
-
-
-def describe(defaults: DemoDefaults) -> str:
-    """The settings as JSON, for run metadata."""
-    import dataclasses
-
-    return json.dumps(dataclasses.asdict(defaults), sort_keys=True)
