@@ -284,7 +284,7 @@ def report(bench: Bench, out: Path) -> None:
         table.add_column(name, justify="left" if name in ("kernel", "shape", "others' time / ours") else "right")
     for r in bench.rows:
         others = ", ".join(f"{k} {v:g}" for k, v in r.vs.items())
-        table.add_row(r.kernel, r.shape, f"{r.us:.1f}", f"{r.floor_us:.1f}", f"{r.gbps:.0f}", f"{r.of_copy:.3f}", r.target, others)  # fmt: skip  # noqa: E501
+        table.add_row(r.kernel, r.shape, f"{r.us:.1f}", f"{r.floor_us:.1f}", f"{r.gbps:.0f}", f"{r.of_copy:.3f}", r.target, others)  # fmt: skip
     Console(width=200).print(table)
     shown = [r for r in bench.rows if "GEMM" not in r.kernel and not r.shape.startswith("[64")]
     figure, axis = pyplot.subplots(figsize=(9, 0.28 * len(shown) + 1))

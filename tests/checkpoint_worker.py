@@ -1,6 +1,6 @@
 """One rank of the test_checkpoint_*.py tests: ``checkpoint_worker.py JOB HF OUT [MEGATRON FLAGS]``.
 
-Rank 0 of job ``layout`` writes OUT/result.json.
+HF is a folder of checkpoints made by the test. Rank r writes OUT/result-r.json.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,148 +47,153 @@ def start(
     return hf, args, build(args, hf, quads)
 
 
-def layout(hf_path: Path, out: Path, flags: list[str]) -> None:
-    """Load, go back, score, export in fp32 and BF16, compare the export with what the trainer multiplies with."""
-    hf, args, chunks = start(hf_path, flags, BF16)
+def loaded(hf_path: Path, flags: list[str], quads: QuadsConfig = QUADS) -> tuple[HFModel, list[nn.Module]]:
+    """A model holding the checkpoint."""
+    hf, _, chunks = start(hf_path, flags, quads)
     load_hf(chunks, hf)
-    source = SafetensorsFolder(hf_path)
-    got = [(n, t.clone()) for n, t in iter_hf_tensors(chunks, hf)]
-    result: dict = {"order": [n for n, _ in got]}
-    result["differ"] = [n for n, t in got if not torch.equal(t, source.get(n))]
-    logprobs, _ = token_logprobs(chunks, torch.load(out / "tokens.pt"), args)
-    export_hf(chunks, hf, BF16, out / "plain", rac=None, dtype=torch.bfloat16, shard_bytes=SHARD_BYTES)
-    result["early"] = stops_early(chunks, hf)
+    return hf, chunks
 
-    chunks = build(args, hf, QUADS)
-    load_hf(chunks, hf)
+
+def refusal(action: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The QuadsError's line."""
+    try:
+        action(*args, **kwargs)
+    except QuadsError as e:
+        return str(e)
+    return "accepted"
+
+
+def layout(root: Path, out: Path, flags: list[str]) -> dict[str, Any]:
+    """Load, go back, score, export in BF16 and packed, compare the export with what the trainer multiplies with."""
+    result: dict[str, Any] = {"order": [], "differ": []}
+    for name in ("tiny", "tied"):
+        hf, args, chunks = start(root / name, flags, BF16)
+        load_hf(chunks, hf)
+        source = SafetensorsFolder(root / name)
+        for key, tensor in iter_hf_tensors(chunks, hf):
+            result["order"].append(key)
+            if not torch.equal(tensor, source.get(key)):
+                result["differ"].append(f"{name} {key}")
+        logprobs, _ = token_logprobs(chunks, torch.load(root / "tokens.pt"), args)
+        if dist.get_rank() == 0:
+            torch.save(logprobs, out / f"{name}.pt")
+        export_hf(chunks, hf, BF16, out / f"{name}-bf16", rac=None, dtype=torch.bfloat16, shard_bytes=SHARD_BYTES)
+    stops_early(chunks, hf)
+
+    hf, chunks = loaded(root / "tiny", flags)
+    rac = tiny_rac(hf.shape)
     report = export_hf(
         chunks,
         hf,
         QUADS,
         out / "packed",
-        rac=tiny_rac(hf.shape),
+        rac=rac,
         dtype=torch.float32,
         extra_marker={"version": 3},
         shard_bytes=SHARD_BYTES,
     )
-    result["files"], result["packed"] = list(report.files), report.packed
-    result["compute"], result["compute_differ"] = compare_compute(chunks, hf, out / "packed")
-    if dist.get_rank() == 0:
-        torch.save(logprobs, out / "logprobs.pt")
-        (out / "result.json").write_text(json.dumps(result))
+    result |= {"files": list(report.files), "packed": report.packed}
+    result["compared"], result["compute_differ"] = compare_compute(chunks, hf, out / "packed")
+    return result
 
 
-def stops_early(chunks: list[nn.Module], hf: HFModel) -> bool:
-    """Rank 0 leaves the stream after one tensor; then all ranks must still be in step."""
+def stops_early(chunks: list[nn.Module], hf: HFModel) -> None:
+    """Rank 0 leaves the stream after one tensor; all ranks must still be in step (else this hangs)."""
     for _ in iter_hf_tensors(chunks, hf):
         break
     dist.barrier()
-    return True
 
 
 def compare_compute(chunks: list[nn.Module], hf: HFModel, folder: Path) -> tuple[int, list[str]]:
     """(quantised weights compared, those where the export does not dequantise to what the trainer multiplies with)."""
     count, differ = 0, []
-    # not opened before rank 0's export ended: export_hf is collective
     reader = SafetensorsFolder(folder)
     for name, tensor in iter_hf_tensors(chunks, hf, weights="compute"):
         if ".experts." not in name:
             continue
         stem = name.removesuffix(".weight")
-        parts = [reader.get(n) for n in (name, f"{stem}.weight_scale", f"{stem}.weight_scale_2")]
-        value = nvfp4.dequantize(*parts, tensor.dtype)
+        codes, scales, scale = (reader.get(n) for n in (name, f"{stem}.weight_scale", f"{stem}.weight_scale_2"))
+        value = nvfp4.dequantize(codes, scales, scale, tensor.dtype)
         count += 1
         if not torch.equal(value.view(torch.int32), tensor.view(torch.int32)):
             differ.append(name)
     return count, differ
 
 
-def bad_load(hf_path: Path, out: Path, flags: list[str]) -> None:
-    """Load a broken checkpoint; the model is built from its (sound) config.json."""
-    hf, _, chunks = start(hf_path, flags, BF16)
-    load_hf(chunks, hf)
+def faults(root: Path, out: Path, flags: list[str]) -> dict[str, Any]:
+    """Bad checkpoints, and exports that must be refused before anything is written."""
+    said: dict[str, Any] = {}
+    for name in ("nan", "missing", "truncated", "misshapen", "quantised"):
+        said[name] = refusal(loaded, root / name, flags, BF16)
+    hf, chunks = loaded(root / "odd", flags, BF16)
+    export_hf(chunks, hf, BF16, out / "odd", rac=None, dtype=torch.float32)
+    qat = QuadsConfig(recipe="qat")
+    said["odd"] = refusal(export_hf, chunks, hf, qat, out / "odd", rac=None, dtype=torch.float32)
+
+    hf, chunks = loaded(root / "tiny", flags)
+    rac = tiny_rac(hf.shape)
+    foreign = rac.model_copy(update={"model": hf.shape.model_copy(update={"num_experts": 16})})
+    partial = rac.model_copy(update={"layers": {0: rac.layers[0]}})
+    stranger = out / "stranger"
+    stranger.mkdir()
+    (stranger / "thesis.tex").write_text("do not delete")
+    for name, quads, meta, folder in (
+        ("no rac", QUADS, None, out / "new"),
+        ("rac without recipe", qat, rac, out / "new"),
+        ("other model", QUADS, foreign, out / "new"),
+        ("other layers", QUADS, partial, out / "new"),
+        ("source", qat, None, root / "tiny"),
+        ("stranger", qat, None, stranger),
+    ):
+        said[name] = refusal(export_hf, chunks, hf, quads, folder, rac=meta, dtype=torch.float32)
+    kept = QuadsConfig(recipe="qat", keep_first_layers=1, activation_scale="tensor")
+    export_hf(chunks, hf, kept, out / "kept", rac=None, dtype=torch.bfloat16)
+    return said
 
 
-def full_disk(hf_path: Path, out: Path, flags: list[str]) -> None:
-    """Export into ``out`` when no file may grow beyond 200 kB."""
-    hf, _, chunks = start(hf_path, flags)
-    load_hf(chunks, hf)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-    export_hf(chunks, hf, QUADS, out, rac=tiny_rac(hf.shape), dtype=torch.float32)
+def interrupted(root: Path, out: Path, flags: list[str]) -> dict[str, Any]:
+    """With several ranks, after a good export: an expert gone NaN on the last rank, then a full disk on rank 0."""
+    hf, chunks = loaded(root / "tiny", flags)
+    rac = tiny_rac(hf.shape)
+    export_hf(chunks, hf, QUADS, out / "export", rac=rac, dtype=torch.float32)
+    weight = [p for n, p in chunks[0].named_parameters() if n.endswith("linear_fc2.weight")][-1]
+    was = weight.data[3, 5].item()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        weight.data[3, 5] = float("nan")
+    said = {"nan": refusal(export_hf, chunks, hf, QUADS, out / "export", rac=rac, dtype=torch.float32)}
+    weight.data[3, 5] = was
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    said["full"] = refusal(export_hf, chunks, hf, QUADS, out / "export", rac=rac, dtype=torch.float32)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return said
 
 
-def stall(hf_path: Path, out: Path, flags: list[str]) -> None:
-    """Export into ``out``, stopping in the middle for the test to kill this process."""
-    hf, _, chunks = start(hf_path, flags)
-    load_hf(chunks, hf)
+def stall(root: Path, out: Path, flags: list[str]) -> dict[str, Any]:
+    """Export into ``out``, stopping in the middle of the second time for the test to kill this process."""
+    hf, chunks = loaded(root / "tiny", flags)
+    rac = tiny_rac(hf.shape)
+    export_hf(chunks, hf, QUADS, out / "export", rac=rac, dtype=torch.float32)
     write, left = StreamWriter.write, 100
 
     def slow(self: StreamWriter, name: str, tensor: torch.Tensor) -> None:
         nonlocal left
         left -= 1
         if not left:
-            print("half-way", flush=True)
+            (out / "half-way").touch()
             time.sleep(600)
         write(self, name, tensor)
 
     StreamWriter.write = slow  # type: ignore[method-assign]
-    export_hf(chunks, hf, QUADS, out, rac=tiny_rac(hf.shape), dtype=torch.float32)
-
-
-def nan_export(hf_path: Path, out: Path, flags: list[str]) -> None:
-    """Export a model whose last rank's last expert weight went NaN in training."""
-    hf, _, chunks = start(hf_path, flags)
-    load_hf(chunks, hf)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        name, last = [(n, p) for n, p in chunks[0].named_parameters() if n.endswith("linear_fc2.weight")][-1]
-        last.data[3, 5] = float("nan")
-    export_hf(chunks, hf, QUADS, out, rac=tiny_rac(hf.shape), dtype=torch.float32)
-
-
-def odd_k(hf_path: Path, out: Path, flags: list[str]) -> None:
-    """NVFP4 export of a model whose moe_intermediate_size is no multiple of 16."""
-    hf, _, chunks = start(hf_path, flags, BF16)
-    load_hf(chunks, hf)
-    export_hf(chunks, hf, BF16, out, rac=None, dtype=torch.float32)
-    export_hf(chunks, hf, QuadsConfig(recipe="qat"), out, rac=None, dtype=torch.float32)
-
-
-def refusals(hf_path: Path, out: Path, flags: list[str]) -> None:
-    """Exports that must be refused before anything is written; rank 0 writes OUT/result.json."""
-    hf, _, chunks = start(hf_path, flags, BF16)
-    load_hf(chunks, hf)
-    rac = tiny_rac(hf.shape)
-    foreign = rac.model_copy(update={"model": hf.shape.model_copy(update={"num_experts": 16})})
-    partial = rac.model_copy(update={"layers": {0: rac.layers[0]}})
-    qat = QuadsConfig(recipe="qat")
-    stranger = out / "stranger"
-    stranger.mkdir()
-    (stranger / "thesis.tex").write_text("do not delete")
-    errors = {}
-    for key, quads, meta, folder in (
-        ("no rac", QUADS, None, out / "new"),
-        ("rac without recipe", qat, rac, out / "new"),
-        ("other model", QUADS, foreign, out / "new"),
-        ("other layers", QUADS, partial, out / "new"),
-        ("source", qat, None, hf_path),
-        ("stranger", qat, None, stranger),
-    ):
-        try:
-            export_hf(chunks, hf, quads, folder, rac=meta, dtype=torch.float32)
-            errors[key] = "accepted"
-        except QuadsError as e:
-            errors[key] = str(e)
-    kept = QuadsConfig(recipe="qat", keep_first_layers=1)
-    export_hf(chunks, hf, kept, out / "kept", rac=None, dtype=torch.float32)
-    (out / "result.json").write_text(json.dumps(errors))
+    export_hf(chunks, hf, QUADS, out / "export", rac=rac, dtype=torch.float32)
+    return {}
 
 
 if __name__ == "__main__":
-    job, hf_path, out, *flags = sys.argv[1:]
+    job, root_arg, out_arg, *rest = sys.argv[1:]
     try:
-        globals()[job](Path(hf_path), Path(out), flags)
-    except QuadsError as e:
-        print(f"QuadsError: {e}", file=sys.stderr)
-        sys.exit(e.exit_code)
+        answer = globals()[job](Path(root_arg), Path(out_arg), rest)
+        (Path(out_arg) / f"result-{dist.get_rank()}.json").write_text(json.dumps(answer))
     finally:
         runtime.shutdown()

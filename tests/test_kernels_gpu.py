@@ -47,7 +47,7 @@ def draw(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -
         x = narrow.view(torch.bfloat16).float()
         x = torch.where(x.isfinite() & (x.abs() < 1e38), x, 0.5)
     elif kind == "zeros":
-        x = torch.where(torch.rand((*shape[:-1], shape[-1] // 16, 1), device=CUDA, generator=g) < 0.5, 0.0, x.unflatten(-1, (-1, 16))).flatten(-2)  # fmt: skip  # noqa: E501
+        x = torch.where(torch.rand((*shape[:-1], shape[-1] // 16, 1), device=CUDA, generator=g) < 0.5, 0.0, x.unflatten(-1, (-1, 16))).flatten(-2)  # fmt: skip
     x = x.to(dtype)
     return torch.where(x.isfinite(), x, torch.ones((), dtype=dtype, device=CUDA))
 

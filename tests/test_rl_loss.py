@@ -16,7 +16,7 @@ CFG = GRPOConfig(clip_low=0.2, clip_high=0.3, tis_cap=2.0)
 
 
 def one(ratio: float, advantage: float, *, rollout: float = 0.0, cfg: GRPOConfig = CFG) -> tuple[float, float, dict]:
-    """Loss, its gradient to the log-prob, and metrics for one token with pi/pi_old = ratio and pi_old/pi_rollout = e^rollout."""
+    """Loss, gradient and metrics of one token with pi/pi_old = ratio and pi_old/pi_rollout = e^rollout."""
     old = torch.tensor([[-1.0]])
     lp = (old + math.log(ratio)).requires_grad_()
     batch = {

@@ -228,5 +228,5 @@ def test_demonstration_noise_has_the_asked_share() -> None:
     changed = clean["tokens"][:, 1:] != noisy["tokens"][:, 1:]
     assert not changed[~letters].any()  # neither prompt nor EOS
     assert 0.3 < changed[letters].float().mean() < 0.4  # 40 % redrawn, some of them alike
-    with pytest.raises(QuadsError, match="outside 0..1"):
+    with pytest.raises(QuadsError, match=r"outside 0\.\.1"):
         warm(1.0)

@@ -43,7 +43,7 @@ class DemoDefaults:
     does the verifier see that a right word with letters after it is not right."""
     model: TinyModel = field(default_factory=TinyModel)
 
-    warmup_steps: int = 150
+    warmup_steps: int = 220
     warmup_batch: int = 64
     warmup_lr: float = 3e-3
     """Peak: linear over ``warmup_ramp`` steps, then cosine down to a tenth."""

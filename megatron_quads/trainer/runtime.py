@@ -19,11 +19,12 @@ log = logging.getLogger(__name__)
 _DEFAULT_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
-# one line per parameter and set-up step at INFO; the two named ones warn at every start of what is meant to be so
+# one line per parameter and set-up step at INFO; the named ones warn of what is meant to be so
 _LOG_LEVELS = {
     "megatron": logging.WARNING,
     "megatron.core.models.gpt.gpt_model": logging.ERROR,
     "megatron.core.rerun_state_machine": logging.ERROR,
+    "megatron.core.dist_checkpointing.strategies.torch": logging.ERROR,
 }
 
 

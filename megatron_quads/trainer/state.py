@@ -46,11 +46,11 @@ def save(folder: Path, state: Callable[[], dict[str, Any]], extra: dict[str, Any
     with contextlib.ExitStack() as staging:
         aside: Path | None = None
         error: BaseException | None = None
+        text = ""
         if dist.get_rank() == 0:
             try:
                 text = json.dumps(extra)
                 aside = staging.enter_context(atomic.folder(folder, marker=marker))
-                atomic.write_bytes(aside / EXTRA, text.encode())
             except (QuadsError, OSError, TypeError, ValueError) as e:
                 error = e
         agree(error, f"saving {folder}")
@@ -63,7 +63,9 @@ def save(folder: Path, state: Callable[[], dict[str, Any]], extra: dict[str, Any
             error.__cause__ = e
         agree(error, f"saving {folder}")
         if dist.get_rank() == 0:
+            assert aside is not None
             try:
+                atomic.write_bytes(aside / EXTRA, text.encode())
                 staging.close()
             except QuadsError as e:
                 error = e

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor, nn
@@ -154,13 +154,13 @@ class Trainer:
 
 
 def _wrap(model: list[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
-    from megatron.training.training import get_megatron_ddp_config
+    from megatron.training.training import get_megatron_ddp_config, wrap_model_chunks_with_ddp
 
     config = get_megatron_ddp_config(args)
-    wrapped = [DistributedDataParallel(get_model_config(m), config, m) for m in model]
+    wrapped: list[nn.Module] = wrap_model_chunks_with_ddp(model, get_model_config(model[0]), config)
     for chunk in wrapped:
-        chunk.broadcast_params()
-    return list(wrapped)
+        chunk.broadcast_params()  # type: ignore[operator]
+    return wrapped
 
 
 def _build_optimizer(chunks: list[nn.Module], args: argparse.Namespace) -> Any:
