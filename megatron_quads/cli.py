@@ -153,7 +153,8 @@ def calibrate(
     from .rl.tokenizer import load_tokenizer
 
     hf = read_model_config(model)
-    tokens = _read_prompts(prompts, lambda t: load_tokenizer(hf.path).encode(t), hf.max_position)
+    tokenizer = load_tokenizer(hf.path)
+    tokens = _read_prompts(prompts, lambda t: tokenizer.encode(t), hf.max_position)
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "prompts.json"
         file.write_text(json.dumps(tokens))

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .errors import QuadsError
@@ -34,7 +35,7 @@ def report(checkpoint: Path | None) -> bool:
     for name in PACKAGES:
         table.add_row(name, version_of(name) or "-", "")
     for name, (found, meaning, good) in _checks(checkpoint).items():
-        table.add_row(name, found, meaning)
+        table.add_row(name, escape(found), escape(meaning))
         ok = ok and good
     Console().print(table)
     return ok

@@ -178,40 +178,41 @@ def calibrate(job: Job) -> None:
 
 def export(job: Job) -> None:
     """``quads export``: a HF checkpoint, or a run's trainer checkpoint, to what vLLM serves."""
-    import torch
 
     from .checkpoint.export import export_hf
-    from .checkpoint.load import load_hf
     from .rl.refit import required_rac
-    from .trainer.experts import require_match
-    from .trainer.model import build
-    from .trainer.trainer import Trainer
 
     s = job.settings
     args, hf, quads = _start(job, s["model"])
     rac = required_rac(quads, hf)
-    if s.get("trainer_checkpoint"):
-        trainer = Trainer(args, hf, quads)
-        trainer.load(Path(s["trainer_checkpoint"]))
-        chunks = trainer.chunks
+    chunks = _model(args, hf, quads, s["trainer_checkpoint"])
+    export_hf(chunks, hf, quads, Path(s["out"]), rac=rac, dtype=args.params_dtype, extra_marker={"kind": "export"})
+
+
+def _model(args: Any, hf: Any, quads: Any, trainer_checkpoint: str | None) -> list[Any]:
+    """The model without an optimizer, holding a trainer checkpoint's weights or the HF folder's."""
+    from .checkpoint.load import load_hf
+    from .trainer.experts import require_match
+    from .trainer.model import build
+    from .trainer.trainer import load_weights
+
+    chunks = build(args, hf, quads)
+    require_match(chunks, quads)
+    if trainer_checkpoint:
+        load_weights(chunks, trainer_checkpoint)
     else:
-        chunks = build(args, hf, quads)
-        require_match(chunks, quads)
         load_hf(chunks, hf)
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    export_hf(chunks, hf, quads, Path(s["out"]), rac=rac, dtype=dtype, extra_marker={"kind": "export"})
+    return chunks
 
 
 def verify(job: Job) -> None:
     """``quads verify``: the weights of a trainer checkpoint against the exported ones."""
     from .proof.verify import verify_export
-    from .trainer.trainer import Trainer
 
     s = job.settings
     args, hf, quads = _start(job, s["model"])
-    trainer = Trainer(args, hf, quads)
-    trainer.load(Path(s["trainer_checkpoint"]))
-    verify_export(trainer, hf, quads, Path(s["export"]), engine=s["engine"], logs=Path(s["logs"]))
+    chunks = _model(args, hf, quads, s["trainer_checkpoint"])
+    verify_export(chunks, hf, Path(s["export"]), dtype=args.params_dtype, engine=s["engine"], logs=Path(s["logs"]))
 
 
 def analyze(job: Job) -> None:

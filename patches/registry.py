@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,8 @@ def _locate(patch: Patch) -> tuple[Any, str, Any]:
 
 
 def _signature(value: Any) -> str:
-    return str(inspect.signature(value.__func__ if isinstance(value, classmethod | staticmethod) else value))
+    text = str(inspect.signature(value.__func__ if isinstance(value, classmethod | staticmethod) else value))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # annotations may hold objects with an address
 
 
 def is_applied(patch: Patch) -> bool:

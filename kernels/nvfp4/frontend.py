@@ -195,8 +195,8 @@ def grouped(
         _check_list(out, "out")
         if [t.shape for t in out] != [x.shape for x in xs] or (xs and out[0].device != xs[0].device):
             raise ValueError("out must hold one tensor of the same shape and device for each of xs")
-        if any(t.data_ptr() % 4 for t in out):
-            raise ValueError("out must be 4-byte aligned")
+        if any(t.data_ptr() % (2 * t.element_size()) for t in out):
+            raise ValueError("out must start at a multiple of two elements: values are written in pairs")
     if not xs:
         return [], [], []
     plain = [x.detach() for x in xs]

@@ -25,6 +25,7 @@ from . import table
 
 BLOCKS_PER_TILE = 256
 WARPS = 4
+REPEAT, STAGES = 1, 1  # tiles a program walks, and how many of them are in flight
 AMAX_WORDS = 8192
 AMAX_WARPS = 8
 NO_CONTRACTION = {"enable_fp_fusion": False}
@@ -37,10 +38,9 @@ E4M3_MIN = tl.constexpr(2.0**-9)
 FAST_MIN = tl.constexpr(2.0**-80)
 FAST_MAX = tl.constexpr(2.0**7)
 FAST_MAX_FP32 = tl.constexpr(2.0**-10)
-TINY = tl.constexpr(2.0**-126)
 EXPONENT = tl.constexpr(0x7F800000)
 SIGN = tl.constexpr(-0x80000000)
-MAGIC = tl.constexpr(2.0**22)
+MAGIC = tl.constexpr(2.0**22 + 3)
 
 
 @triton.jit
@@ -50,31 +50,43 @@ def bits(x):
 
 @triton.jit
 def load_pairs(x_ptr, block, mask):
-    """Elements of the 16-blocks ``block`` [B] as fp32 (low, high) [B, 8]; -0 becomes +0. Masked ones are 0."""
-    eight = tl.arange(0, 8)[None, :]
-    if x_ptr.dtype.element_ty == tl.bfloat16:  # two values in each word
-        words = x_ptr.to(tl.pointer_type(tl.int32))
-        word = tl.load(words + (block[:, None] * 8 + eight), mask=mask[:, None], other=0)
-        low = (word << 16).to(tl.float32, bitcast=True)
-        high = (word & -0x10000).to(tl.float32, bitcast=True)
+    """Elements of the 16-blocks ``block`` [B] as fp32 (low, high) [B, 8]; -0 becomes +0. Masked ones are 0.
+
+    Two neighbours are loaded as one integer.
+    """
+    at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if x_ptr.dtype.element_ty == tl.float32:
+        word = tl.load(x_ptr.to(tl.pointer_type(tl.int64)) + at, mask=mask[:, None], other=0)
+        low = word.to(tl.int32).to(tl.float32, bitcast=True)
+        high = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     else:
-        x = tl.load(x_ptr + (block[:, None] * 16 + tl.arange(0, 16)[None, :]), mask=mask[:, None], other=0.0)
-        low, high = tl.split(tl.reshape(x.to(tl.float32), (block.shape[0], 8, 2)))
+        word = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask[:, None], other=0)
+        if x_ptr.dtype.element_ty == tl.bfloat16:
+            low = (word << 16).to(tl.float32, bitcast=True)
+            high = (word & -0x10000).to(tl.float32, bitcast=True)
+        else:
+            low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low + 0.0, high + 0.0
 
 
 @triton.jit
 def store_pairs(out_ptr, block, low, high, mask):
     """The inverse of ``load_pairs``, rounding to the output's dtype."""
-    if out_ptr.dtype.element_ty == tl.bfloat16:
-        word = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
-        words = out_ptr.to(tl.pointer_type(tl.int32))
-        tl.store(words + (block[:, None] * 8 + tl.arange(0, 8)[None, :]), word, mask=mask[:, None])
+    at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if out_ptr.dtype.element_ty == tl.float32:
+        word = (bits(high).to(tl.int64) << 32) | (bits(low).to(tl.int64) & 0xFFFFFFFF)
+        tl.store(out_ptr.to(tl.pointer_type(tl.int64)) + at, word, mask=mask[:, None])
     else:
-        value = tl.reshape(tl.join(low, high), (block.shape[0], 16)).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (block[:, None] * 16 + tl.arange(0, 16)[None, :]), value, mask=mask[:, None])
+        if out_ptr.dtype.element_ty == tl.bfloat16:
+            word = tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+        else:
+            word = tl.inline_asm_elementwise(
+                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+            )
+        tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + at, word, mask=mask[:, None])
 
 
 @triton.jit
@@ -113,17 +125,18 @@ def block_scale(top, scale, FAST: tl.constexpr):
 
 @triton.jit
 def _round_e2m1(q):
-    """fp32 quotients in [0, 6] -> the E2M1 grid, ties to the even code.
+    """fp32 quotients in [0, 6] -> the E2M1 grid, ties to the even code; and the sum that did the rounding, for ``pack``.
 
-    Adding 2^22 times the power of two below q (1 at least) leaves two significant bits of q, or halves below 1.
+    Adding about 2^22 times the power of two below q (1 at least) leaves two significant bits of q, or halves below 1.
     """
     power = (bits(tl.maximum(q, 1.0)) & EXPONENT).to(tl.float32, bitcast=True)
-    return tl.fma(power, -MAGIC, tl.fma(power, MAGIC, q))
+    total = tl.fma(power, MAGIC, q)
+    return tl.fma(power, -MAGIC, total), total
 
 
 @triton.jit
 def magnitudes(low, high, step, FAST: tl.constexpr):
-    """E2M1 magnitudes of both halves, and the halves again: +0 where a negative quotient underflows to zero."""
+    """E2M1 magnitudes of both halves, their rounding sums, and the halves: +0 where a negative quotient underflows."""
     if FAST:
         y, negative, top = _reciprocal(step), -step, step * E2M1_MAX
         low_q = _quotient(tl.minimum(tl.abs(low), top), negative, y)
@@ -133,7 +146,9 @@ def magnitudes(low, high, step, FAST: tl.constexpr):
         high_q = tl.where(step == 0, 0.0, tl.minimum(tl.div_rn(tl.abs(high), step), E2M1_MAX))
         low = tl.where(low_q == 0, 0.0, low)
         high = tl.where(high_q == 0, 0.0, high)
-    return _round_e2m1(low_q), _round_e2m1(high_q), low, high
+    low_m, low_t = _round_e2m1(low_q)
+    high_m, high_t = _round_e2m1(high_q)
+    return low_m, high_m, low_t, high_t, low, high
 
 
 @triton.jit
@@ -142,14 +157,16 @@ def with_sign(magnitude, x):
 
 
 @triton.jit
-def pack(low_magnitude, high_magnitude, low, high):
-    """Packed codes uint8 of E2M1 magnitudes and the signs of low and high.
+def pack(low_total, high_total, low, high):
+    """Packed codes uint8 from the rounding sums of ``_round_e2m1`` and the signs of low and high.
 
-    Times 2^-126 a magnitude of the grid is an fp32 (sub)normal whose bits from 22 up are the code: 0.5 is the one
-    subnormal in both formats.
+    A sum's mantissa counts steps from 6 (halves, ones or twos as its exponent is 149, 150 or 151): that count and twice
+    the exponent add up to the code modulo 8.
     """
-    code = (bits(low_magnitude * TINY) + bits(high_magnitude * TINY) * 16) >> 22
-    return (code | ((bits(low) >> 28) & 8) | ((bits(high) >> 24) & 128)).to(tl.uint8)
+    low_code = bits(low_total) + (bits(low_total) >> 22)
+    high_code = bits(high_total) + (bits(high_total) >> 22)
+    code = (low_code & 7) | ((high_code << 4) & 0x70)
+    return (code | ((bits(low) >> 28) & 8) | ((bits(high) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -170,11 +187,11 @@ def _tile(x_ptr, out_ptr, codes_ptr, s8_ptr, scale, inside, QDQ: tl.constexpr, C
     mask = block < inside
     low, high = load_pairs(x_ptr, block, mask)
     s8, step = block_scale(block_top(low, high), scale, FAST)
-    low_m, high_m, low, high = magnitudes(low, high, step, FAST)
+    low_m, high_m, low_t, high_t, low, high = magnitudes(low, high, step, FAST)
     if QDQ:
         store_pairs(out_ptr, block, with_sign(low_m * step, low), with_sign(high_m * step, high), mask)
     if CODES:
-        code = pack(low_m, high_m, low, high)
+        code = pack(low_t, high_t, low, high)
         tl.store(codes_ptr + (block[:, None] * 8 + tl.arange(0, 8)[None, :]), code, mask=mask[:, None])
         tl.store(s8_ptr + block, s8, mask=mask)
 
@@ -199,9 +216,8 @@ def single_kernel(x_ptr, scale_ptr, out_ptr, codes_ptr, s8_ptr, blocks, row_bloc
     else:
         for sub in range(0, BLOCKS, SLOW):
             at = first + sub
-            block = at + tl.arange(0, SLOW)
-            row = block // row_blocks if ROWS else block * 0
-            part = tl.load(scale_ptr + row, mask=block < blocks, other=1.0)
+            here = at + tl.arange(0, SLOW)
+            part = tl.load(scale_ptr + (here // row_blocks if ROWS else here * 0), mask=here < blocks, other=1.0)
             _tile(x_ptr + at * 16, out_ptr + at * 16, codes_ptr + at * 8, s8_ptr + at, part, blocks - at, QDQ, CODES,
                   False, SLOW)  # fmt: skip
 
@@ -229,12 +245,12 @@ def _find(tiles_ptr, program, per_tensor, UNIFORM: tl.constexpr):
 @triton.jit
 def grouped_kernel(rows_ptr, tiles_ptr, amax_ptr, per_tensor, X: tl.constexpr, OUT: tl.constexpr, UNIFORM: tl.constexpr,
                    QDQ: tl.constexpr, CODES: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
-                   SLOW: tl.constexpr):  # fmt: skip
+                   REPEAT: tl.constexpr, STAGES: tl.constexpr, SLOW: tl.constexpr):  # fmt: skip
     """A list of contiguous tensors, given the FP32 amax of each one's group (see table.py for the list's form)."""
     # last tiles first: after an amax pass these are still in the L2 cache
     tensor, tile = _find(tiles_ptr, tl.num_programs(0) - 1 - tl.program_id(0), per_tensor, UNIFORM)
     row = rows_ptr + tensor * 6
-    first = tile * BLOCKS
+    first = tile * (BLOCKS * REPEAT)
     x_ptr = _pointer(tl.load(row) + first * (16 * X.primitive_bitwidth // 8), X, ALIGNED)
     out_ptr = _pointer(tl.load(row + 1) + first * (16 * OUT.primitive_bitwidth // 8), OUT, ALIGNED)
     codes_ptr = _pointer(tl.load(row + 2) + first * 8, tl.uint8, ALIGNED)
@@ -242,9 +258,11 @@ def grouped_kernel(rows_ptr, tiles_ptr, amax_ptr, per_tensor, X: tl.constexpr, O
     inside = (tl.load(row + 4) - first).to(tl.int32)
     scale = tl.div_rn(tl.load(amax_ptr + tl.load(row + 5)), SIX_E4M3_MAX)
     if is_fast(scale, scale, tl.float32 == X):
-        _tile(x_ptr, out_ptr, codes_ptr, s8_ptr, scale, inside, QDQ, CODES, True, BLOCKS)
+        for part in tl.range(0, REPEAT * BLOCKS, BLOCKS, num_stages=STAGES):
+            _tile(x_ptr + part * 16, out_ptr + part * 16, codes_ptr + part * 8, s8_ptr + part, scale, inside - part, QDQ,
+                  CODES, True, BLOCKS)  # fmt: skip
     else:
-        for sub in range(0, BLOCKS, SLOW):
+        for sub in range(0, REPEAT * BLOCKS, SLOW):
             _tile(x_ptr + sub * 16, out_ptr + sub * 16, codes_ptr + sub * 8, s8_ptr + sub, scale, inside - sub, QDQ,
                   CODES, False, SLOW)  # fmt: skip
 
@@ -273,8 +291,8 @@ SLOW_BLOCKS = 64
 
 
 def word_aligned(x: Tensor) -> Tensor:
-    """x, or a copy when its BF16 values cannot be read in pairs."""
-    return x if x.data_ptr() % 4 == 0 else x.clone()
+    """x, or a copy when its values cannot be read in pairs."""
+    return x if x.data_ptr() % (2 * x.element_size()) == 0 else x.clone()
 
 
 def amax_(xs: list[Tensor], groups: list[int], out: Tensor) -> None:
@@ -305,12 +323,12 @@ def grouped_(
     ]
     if not rows:
         return
-    t = table.build(rows, BLOCKS_PER_TILE, amax.device)
+    t = table.build(rows, BLOCKS_PER_TILE * REPEAT, amax.device)
     x_type = xs[0].dtype
     grouped_kernel[(t.total,)](
         t.rows, t.tiles, amax, t.per_tensor, X=TYPES[x_type], OUT=TYPES[out[0].dtype if out else x_type],
         UNIFORM=t.tiles is None, QDQ=bool(out), CODES=bool(codes), ALIGNED=t.aligned, BLOCKS=BLOCKS_PER_TILE,
-        SLOW=min(SLOW_BLOCKS, BLOCKS_PER_TILE), num_warps=WARPS, **NO_CONTRACTION,
+        REPEAT=REPEAT, STAGES=STAGES, SLOW=min(SLOW_BLOCKS, BLOCKS_PER_TILE), num_warps=WARPS, **NO_CONTRACTION,
     )  # fmt: skip
 
 

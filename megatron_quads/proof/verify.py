@@ -6,21 +6,20 @@ Three readings of each tensor: the trainer's (its checkpoint, through the layers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel, SafetensorsFolder, read_model_config
-from ..config import QuadsConfig
 from ..errors import MismatchError, QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
 from ..rl.refit import is_expert, tensor_digest
-from ..trainer.trainer import Trainer
 
 
 def differing_bits(a: Tensor, b: Tensor) -> int:
@@ -40,8 +39,10 @@ def stored_weight(reader: SafetensorsFolder, name: str, dtype: torch.dtype) -> T
     return nvfp4.dequantize(weight, reader.get(name + "_scale"), reader.get(name + "_scale_2"), dtype)
 
 
-def verify_export(trainer: Trainer, hf: HFModel, quads: QuadsConfig, export: Path, *, engine: bool, logs: Path) -> None:
-    """Compare the trainer's compute weights with ``export`` and, if asked, with a vLLM engine that loaded it.
+def verify_export(
+    chunks: Sequence[nn.Module], hf: HFModel, export: Path, *, dtype: torch.dtype, engine: bool, logs: Path
+) -> None:
+    """Compare the compute weights of the trainer's model with ``export`` and, if asked, with a vLLM engine that loaded it.
 
     Collective. Rank 0 prints counts; raises MismatchError (exit code 1) on every rank naming the first differing tensor.
     Recipe naive is expected to differ: it is counted and reported, and still an error (the mismatch is the finding).
@@ -51,7 +52,7 @@ def verify_export(trainer: Trainer, hf: HFModel, quads: QuadsConfig, export: Pat
     wanted: dict[str, str] = {}
     reader = SafetensorsFolder(export) if dist.get_rank() == 0 else None
     fault: QuadsError | None = None
-    for name, tensor in iter_hf_tensors(trainer.chunks, hf, weights="compute"):
+    for name, tensor in iter_hf_tensors(chunks, hf, weights="compute"):
         if reader is None or not is_expert(name) or fault is not None:
             continue
         mine = tensor.detach().cpu()
@@ -68,7 +69,7 @@ def verify_export(trainer: Trainer, hf: HFModel, quads: QuadsConfig, export: Pat
         if bits and first is None:
             first = name
     if reader is not None and fault is None and engine:
-        row, differing = _ask_engine(export, wanted, trainer.dtype, logs)
+        row, differing = _ask_engine(export, wanted, dtype, logs)
         rows["trainer and vLLM"] = row
         first = first or differing
     if reader is not None and fault is None:

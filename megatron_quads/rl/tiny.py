@@ -35,7 +35,12 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class DemoDefaults:
-    """Settings of ``make demo``, found by trial on 2 CPU cores: see docs/demo.md for the curves."""
+    """Settings of ``make demo``, found by trial with a plain PyTorch copy of the model (W4A4 rollout, 50 % residuals).
+
+    Sampled reward on 256 held-out words after warm-up, and after 5, 10, 15, 20 RL steps, for two model seeds:
+    0.70, 0.83, 0.90, 0.93, 0.95 and 0.58, 0.66, 0.73, 0.76, 0.78. Without demonstration noise the reward hardly moves
+    in 20 steps (0.52 to 0.55): RL at this budget removes wrong habits, it does not teach the task.
+    """
 
     task: str = "spell_backward"
     task_config: dict[str, Any] = field(default_factory=lambda: {"min_word_len": 8, "max_word_len": 8})

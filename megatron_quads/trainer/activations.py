@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -72,15 +73,16 @@ class _Quantizer:
 class _Expert:
     """Hooks on one expert MLP. ``gate_up`` and ``down`` map an input to the tensor used in its place."""
 
-    def __init__(self, mlp: nn.Module, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, mlp: MLP, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> None:
         self.gate_up, self.down = gate_up, down
         self.probabilities: Tensor | None = None
         self.fc1: Tensor | None = None
+        fc1, fc2 = cast(nn.Module, mlp.linear_fc1), cast(nn.Module, mlp.linear_fc2)
         self.handles: list[RemovableHandle] = [
             mlp.register_forward_pre_hook(self._enter, with_kwargs=True),
-            mlp.linear_fc1.register_forward_pre_hook(self._before_fc1),
-            mlp.linear_fc1.register_forward_hook(self._after_fc1),
-            mlp.linear_fc2.register_forward_pre_hook(self._before_fc2),
+            fc1.register_forward_pre_hook(self._before_fc1),
+            fc1.register_forward_hook(self._after_fc1),
+            fc2.register_forward_pre_hook(self._before_fc2),
         ]
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

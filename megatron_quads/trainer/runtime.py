@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import QuadsError
-from ..patches import megatron_adam, megatron_cpu, registry
+from ..patches import megatron_checkpoint, megatron_cpu, registry
 
 log = logging.getLogger(__name__)
 _DEFAULT_ENV = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -32,8 +32,12 @@ def required_patches() -> tuple[registry.Patch, ...]:
     """The registered patches that this machine needs."""
     from megatron.core.optimizer import distrib_optimizer
 
-    torch_adam = () if distrib_optimizer.HAVE_APEX_OR_TE else megatron_adam.PATCHES
-    return (*torch_adam, *(() if torch.cuda.is_available() else megatron_cpu.PATCHES))
+    patches = megatron_checkpoint.SYNCHRONOUS_SAVE
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        patches += megatron_checkpoint.TORCH_ADAM
+    if not torch.cuda.is_available():
+        patches += megatron_cpu.PATCHES
+    return patches
 
 
 def apply_patches() -> None:

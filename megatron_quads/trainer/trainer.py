@@ -153,6 +153,15 @@ class Trainer:
         return extra
 
 
+def load_weights(chunks: list[nn.Module], folder: str | Path) -> None:
+    """Collective: the weights alone of what ``Trainer.save`` wrote, into an unwrapped model of any layout."""
+    loaded, _ = state.load(
+        Path(folder), lambda: {f"model{i}": m.sharded_state_dict() for i, m in enumerate(unwrap_model(chunks))}
+    )
+    for i, model in enumerate(unwrap_model(chunks)):
+        model.load_state_dict(loaded[f"model{i}"])
+
+
 def _wrap(model: list[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
     from megatron.training.training import get_megatron_ddp_config, wrap_model_chunks_with_ddp
 
