@@ -67,6 +67,9 @@ def rl(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     tis_cap: Annotated[float, typer.Option(help="Cap of the importance weight; 0 turns the correction off.")] = 2.0,
+    kl_coef: Annotated[
+        float, typer.Option(help="Weight of the KL to the starting policy; 0 keeps no reference.")
+    ] = 0.0,
     rollout: Annotated[str, typer.Option(help="local, or the URL of a vLLM server.")] = "local",
     wandb_project: Annotated[str | None, typer.Option(help="Also log to Weights & Biases.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
@@ -93,7 +96,7 @@ def rl(
         save_every=save_every,
         rollout=rollout,
         wandb_project=wandb_project,
-        grpo=GRPOConfig(clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap or None),
+        grpo=GRPOConfig(clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap or None, kl_coef=kl_coef),
     )
     _refuse_used(out, resume=resume)
     _launch("rl", {"rl": cfg.to_dict(), "resume": resume}, ctx.args, nproc=nproc, logs=out / "logs")
@@ -174,6 +177,7 @@ def verify(
     nproc: Nproc = 1,
 ) -> None:
     """Prove that the rollout's expert weights are the trainer's, bit for bit; exit 1 names the first that differs."""
+    _refuse_launcher("quads verify")
     from . import jobs
     from .proof.compare import audited_refits
     from .rl.metrics import read_rows
@@ -212,6 +216,7 @@ def analyze(
     nproc: Nproc = 1,
 ) -> None:
     """Split the log-prob gap into weight error, activation error and engine drift."""
+    _refuse_launcher("quads analyze")
     from . import jobs
     from .proof.inputs import sample_for_analysis
     from .rl.runfolder import RunFolder
@@ -255,14 +260,22 @@ def demo(
     run_demo(out, arms=arms.split(","), seed=seed, steps=steps, nproc=nproc, overwrite=overwrite)
 
 
-@bench.command("kernels", epilog=_epilog("quads bench kernels --out docs/results"))
+@bench.command("kernels", epilog=_epilog("quads bench kernels --out kernels_h200.json"))
 def bench_kernels(
-    out: Annotated[Path, typer.Option(help="Folder for kernels_*.json and .png.")] = Path("bench"),
+    out: Annotated[Path, typer.Option(help="JSON file; the PNG is written beside it.")] = Path("kernels.json"),
 ) -> None:
     """Time the GPU kernels against a copy and against what else one would use."""
     from .bench import kernels
 
     kernels(out)
+
+
+def _refuse_launcher(command: str) -> None:
+    """Proofs start an engine of their own once: not once per rank."""
+    if "RANK" in os.environ:
+        raise QuadsError(
+            f"{command} starts its own ranks", where="RANK is set", do="run it without torchrun or srun, with --nproc"
+        )
 
 
 def _json_object(text: str, where: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -44,32 +45,20 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
     def stage(text: str) -> None:
         console.rule(f"[bold]{text}[/bold]  ({time.monotonic() - started:.0f} s)", align="left")
 
+    optimizer = optimizer_flags()
     layout = [
         "--expert-model-parallel-size",
         str(nproc),
         "--micro-batch-size",
         str(max(d.warmup_batch, d.groups * d.samples) // nproc),
     ]
-    optimizer = ["--adam-beta1", str(d.adam_beta1), "--adam-beta2", str(d.adam_beta2), "--clip-grad", str(d.clip_grad)]
 
     stage(f"tiny Qwen3-MoE and supervised warm-up, {d.warmup_steps} steps, Megatron EP={nproc}")
     task = make_task(d.task, d.task_config)
     init = make_tiny_checkpoint(out / "init", seed, task=task)
     warm = out / "warm"
-    warmup = {
-        "model": str(init),
-        "out": str(warm),
-        "task": d.task,
-        "task_config": d.task_config,
-        "steps": d.warmup_steps,
-        "batch": d.warmup_batch,
-        "seed": seed,
-        "noise": d.demo_noise,
-    }
-    small = ["--expert-model-parallel-size", str(nproc), "--micro-batch-size", str(d.warmup_batch // nproc)]
-    jobs.launch(
-        "warmup", warmup, [*small, *optimizer, "--quads-recipe", "bf16"], nproc=nproc, logs=out / "logs" / "warmup"
-    )
+    settings, argv = warmup_job(init, warm, seed=seed, nproc=nproc)
+    jobs.launch("warmup", settings, argv, nproc=nproc, logs=out / "logs" / "warmup")
 
     stage("calibration: sort the experts' channels, choose the residual blocks")
     prompts = calibration_sequences(init, seed)
@@ -111,6 +100,29 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
         f"table {out / 'compare.json'}",
         flush=True,
     )
+
+
+def optimizer_flags() -> list[str]:
+    """Megatron's optimizer flags of warm-up and arms."""
+    d = DemoDefaults()
+    return ["--adam-beta1", str(d.adam_beta1), "--adam-beta2", str(d.adam_beta2), "--clip-grad", str(d.clip_grad)]
+
+
+def warmup_job(init: Path, out: Path, *, seed: int, nproc: int) -> tuple[dict[str, Any], list[str]]:
+    """Settings and Megatron arguments of job ``warmup``: from the untrained ``init`` to the checkpoint ``out``."""
+    d = DemoDefaults()
+    settings = {
+        "model": str(init),
+        "out": str(out),
+        "task": d.task,
+        "task_config": d.task_config,
+        "steps": d.warmup_steps,
+        "batch": d.warmup_batch,
+        "seed": seed,
+        "noise": d.demo_noise,
+    }
+    layout = ["--expert-model-parallel-size", str(nproc), "--micro-batch-size", str(d.warmup_batch // nproc)]
+    return settings, [*layout, *optimizer_flags(), "--quads-recipe", "bf16"]
 
 
 def calibration_sequences(model: Path, seed: int) -> list[list[int]]:

@@ -178,9 +178,12 @@ def rollout_pid(run: Path) -> int:
     raise AssertionError("no rollout process")
 
 
-def test_naive_counts_the_bits_that_differ(base: Path, tmp_path: Path) -> None:
+def test_naive_counts_the_bits_that_differ_and_kl_is_measured_to_the_start(base: Path, tmp_path: Path) -> None:
     run = tmp_path / "naive"
-    done = quads(*rl(base, run, "--steps", "1", recipe="naive"))
+    done = quads(*rl(base, run, "--steps", "2", "--kl-coef", "0.01", recipe="naive"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert read_rows(run / "metrics.jsonl")[0]["weight_bits_mismatched"] > 0
+    first, second = read_rows(run / "metrics.jsonl")
+    assert first["weight_bits_mismatched"] > 0
     assert read_rows(run / "audit.jsonl")[0]["tensors_differing"] == 2 * 4 * 3
+    # before the first update the policy is the reference; then it has moved
+    assert abs(first["ref_kl"]) < 1e-9 < second["ref_kl"]

@@ -11,12 +11,14 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..checkpoint.hf import HFModel
+from ..checkpoint.load import load_hf
 from ..config import QuadsConfig
 from ..errors import QuadsError
 from ..rollout.types import Rollout
+from ..trainer.model import build
 from ..trainer.trainer import Trainer
 from .config import RLConfig
 from .data import encode_prompts, rollout_batch, score_samples, step_prompts
@@ -41,6 +43,8 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
             old_logprobs, entropy = s.trainer.logprobs(batch["tokens"])
             gap = gap_metrics(old_logprobs, batch["rollout_logprobs"], batch["mask"])
             batch["old_logprobs"] = old_logprobs
+            if s.reference is not None:
+                batch["ref_logprobs"], _ = s.trainer.logprobs(batch["tokens"], chunks=s.reference)
             update = s.update(step, batch)
             mismatch = s.refit(step + 1)
             row = {**gap, **rollout_stats, **update, **mismatch, "entropy": masked_mean(entropy, batch["mask"])}
@@ -68,6 +72,8 @@ class Session:
         self.heldout = self.task.heldout(cfg.heldout)
         self._encode([*self.heldout, *step_prompts(self.task, cfg.seed, 0, cfg.prompts_per_step)])
         self.trainer = Trainer(args, hf, quads)
+        # KL is measured to the policy that the run started from, computed as the trainer computes it
+        self.reference = reference_model(args, hf, quads) if cfg.grpo.kl_coef > 0 else None
         if resume:
             self._resume()
         self.refitter = Refitter(self.trainer, hf, quads, self.folder)
@@ -216,6 +222,15 @@ class Session:
         if self.rank0:
             self.folder.write_status("done", self.cfg.steps, **result)
         return result
+
+
+def reference_model(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig) -> list[nn.Module]:
+    """A frozen copy of the starting policy, sharded like the trainer, without DDP or optimizer."""
+    chunks = build(args, hf, quads)
+    load_hf(chunks, hf)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    return chunks
 
 
 def share(value: Any) -> Any:

@@ -174,5 +174,7 @@ def _wandb() -> Any:
     try:
         import wandb
     except ImportError as e:
-        raise QuadsError("W&B was asked for but is not installed", where="--wandb", do="pip install wandb") from e
+        raise QuadsError(
+            "W&B was asked for but is not installed", where="--wandb-project", do="pip install wandb"
+        ) from e
     return wandb

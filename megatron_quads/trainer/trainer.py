@@ -73,9 +73,14 @@ class Trainer:
             )
         return slice(rank * n // size, (rank + 1) * n // size)
 
-    def logprobs(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of global tokens int64 [b, s]: fp32 [b, s - 1], no gradient, whole on every rank."""
-        mine = torch.stack(token_logprobs(self.chunks, tokens[self.dp_slice(tokens.shape[0])], self.args))
+    def logprobs(self, tokens: Tensor, *, chunks: list[nn.Module] | None = None) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of global tokens int64 [b, s]: fp32 [b, s - 1], no gradient, whole on every rank.
+
+        ``chunks``: another model of the same layout, such as a frozen reference.
+        """
+        mine = torch.stack(
+            token_logprobs(self.chunks if chunks is None else chunks, tokens[self.dp_slice(tokens.shape[0])], self.args)
+        )
         group = parallel_state.get_data_parallel_group()
         parts = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(parts, mine.contiguous(), group=group)
