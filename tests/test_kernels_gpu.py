@@ -268,7 +268,7 @@ def test_capture_compile_and_no_sync() -> None:
 def test_faults_are_named_before_any_launch() -> None:
     x = draw("normal", (8, 64), torch.bfloat16)
     one = torch.ones((), device=CUDA)
-    with pytest.raises(ValueError, match="bfloat16, float16 or float32, got torch.float64"):
+    with pytest.raises(ValueError, match=r"bfloat16, float16 or float32, got torch\.float64"):
         nvfp4.qdq(x.double(), one)
     with pytest.raises(ValueError, match="multiple of 16"):
         nvfp4.quantize(x[:, :24], one)

@@ -77,7 +77,7 @@ def test_applying_twice_is_the_same_as_once(stub: ModuleType) -> None:
 def test_a_patch_that_does_not_fit_raises_with_its_whole_record(stub: ModuleType, over: dict, said: str) -> None:
     before = stub.double
     with pytest.raises(QuadsError) as error:
-        registry.apply([a_patch(target=f"{STUB}:Thing.double"), a_patch(**over)])
+        registry.apply([a_patch(target=f"{STUB}:Thing.double", signature="(cls, x: int) -> int"), a_patch(**over)])
     for part in (said, "doubling is not enough", "https://example.org/issue/1", "upstream triples"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)

@@ -151,8 +151,10 @@ def expert(folder: Path, argv: list[str]) -> None:
     p = torch.rand(7, generator=generator)
     blocks = torch.tensor(rac(hf, 2).layers[0].down.indices()), torch.tensor(rac(hf, 2).layers[0].gate_up.indices())
 
+    mode: Any = "token"
+
     def through(value: Tensor, which: Tensor) -> Tensor:
-        scale = nvfp4.row_scale(value)
+        scale = nvfp4.row_scale(value) if mode == "token" else nvfp4.tensor_scale(nvfp4.amax(value))
         quantised = rac_reference.qdq_with_residual(value.detach(), scale, which)
         return value + (quantised - value).detach()  # same gradient; the value only up to rounding
 
@@ -168,20 +170,18 @@ def expert(folder: Path, argv: list[str]) -> None:
         assert leaf.grad is not None
         return y.detach(), leaf.grad
 
-    with emulate_activations(chunks, rac(hf, 2)):
-        got = run(lambda v: mlp(v, p)[0])
-    with emulate_activations(chunks, rac(hf, 2), units={(0, "down")}):
-        down_only = mlp(x, p)[0].detach()
-    with emulate_activations(chunks, rac(hf, 2), units={(1, "down")}):
-        other_layer = mlp(x, p)[0].detach()
-    result = {
-        "emulated": got,
-        "formula": run(formula),
-        "probability_first": run(lambda v: formula(v, probability_first=True)),
-        "plain": mlp(x, p)[0].detach(),
-        "down_only": down_only,
-        "other_layer": other_layer,
-    }
+    result: dict[str, Any] = {"plain": mlp(x, p)[0].detach()}
+    for mode in ("token", "tensor"):
+        with emulate_activations(chunks, rac(hf, 2), activation_scale=mode):
+            emulated = run(lambda v: mlp(v, p)[0])
+        result[mode] = {
+            "emulated": emulated,
+            "formula": run(formula),
+            "probability_first": run(lambda v: formula(v, probability_first=True)),
+        }
+    for name, unit in (("down_only", (0, "down")), ("other_layer", (1, "down"))):
+        with emulate_activations(chunks, rac(hf, 2), units={unit}):  # type: ignore[arg-type]
+            result[name] = mlp(x, p)[0].detach()
     torch.save(result, folder / "expert.pt")
     runtime.shutdown()
 

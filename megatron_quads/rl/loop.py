@@ -58,7 +58,7 @@ class Session:
     def __init__(
         self, args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool
     ) -> None:
-        self.args, self.hf, self.quads, self.cfg = args, hf, quads, cfg
+        self.args, self.hf, self.quads, self.cfg, self.resume = args, hf, quads, cfg, resume
         self.rank0 = dist.get_rank() == 0
         self.folder = RunFolder(cfg.out)
         self.context = cfg.context or hf.max_position
@@ -82,9 +82,9 @@ class Session:
         try:
             self.refitter.export(self.start)
             if self.rank0:
-                resumed = self.start if self.before is not None else None
+                resumed = self.start if self.resume else None
                 config = {**self.cfg.to_dict(), **self.quads.to_dict()}
-                truncate_rows(self.folder.audit, self.start)
+                truncate_rows(self.folder.audit, self.start - 1)  # the start is audited again
                 self.writer = MetricsWriter(
                     self.folder.path, resume_step=resumed, wandb_project=self.cfg.wandb_project, config=config
                 )
