@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +209,17 @@ def _activations(bench: Bench, tokens: int, k: int) -> None:
     for name, blocks in ways.items():
         chosen = 0 if blocks is None else blocks.index.numel()
         packed = tokens * (k // 16 + chosen) * 9 + tokens * 4
-        us = graph_us([lambda x=x, b=blocks: rac.quantize_with_residual(x, None, b) for x in xs])
+        us = graph_us([partial(rac.quantize_with_residual, x, None, blocks) for x in xs])
         bench.add(f"quantize_with_residual, {name}", shape, "bfloat16", us, tokens * k * 2 + packed, target, **vs)
-        us = graph_us([lambda x=x, b=blocks: rac.qdq_with_residual(x, None, b) for x in xs])
+        us = graph_us([partial(rac.qdq_with_residual, x, None, blocks) for x in xs])
         bench.add(f"qdq_with_residual, {name}", shape, "bfloat16", us, tokens * k * 4, target, **vs)
     blocks = ways["prefix 50%"]
     packed = tokens * (k // 16 + half) * 9 + tokens * 4
-    us = graph_us([lambda h=h: rac.quantize_with_residual(h, None, blocks, silu=True) for h in hs])
+    us = graph_us([partial(rac.quantize_with_residual, h, None, blocks, silu=True) for h in hs])
     bench.add(
         "silu_and_mul + quantize_with_residual, prefix 50%", shape, "bfloat16", us, tokens * k * 4 + packed, target
     )
-    us = graph_us([lambda h=h: rac.qdq_with_residual(h, None, blocks, silu=True) for h in hs])
+    us = graph_us([partial(rac.qdq_with_residual, h, None, blocks, silu=True) for h in hs])
     bench.add("silu_and_mul + qdq_with_residual, prefix 50%", shape, "bfloat16", us, tokens * k * 6, target)
     if small:  # launched from Python, both with their launch cost
         empty, x = stream_us(_empty_launch(), 200), xs[0]

@@ -162,28 +162,32 @@ def test_amax_keeps_nan_and_inf(dtype: torch.dtype) -> None:
     assert amax[0].isinf() and amax[1].isnan() and amax[2] == reference.amax(xs[2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(0, 64), (1, 16), (65, 48), (130, 2048), (3, 7168), (5, 32768)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((130, 2048), d) for d in DTYPES]
+    + [(s, torch.bfloat16) for s in ((0, 64), (1, 16), (65, 48), (600, 768), (3, 7168), (5, 32768))],
+    ids=str,
+)
 def test_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = draw("heavy", shape, dtype)
     if shape[0] > 2:
         x[1] = 0
         x[2, :16] = 0
-    blocks = shape[1] // 16
-    listed = torch.randperm(blocks, device=CUDA)[: (blocks + 1) // 2]
-    prefix = rac.Blocks.prefix((blocks + 1) // 2, shape[1], CUDA)
+    k, half = shape[1], (shape[1] // 16 + 1) // 2
+    listed = torch.randperm(k // 16, device=CUDA)[:half]
     tensor = reference.tensor_scale(x.abs().amax().float()) if x.numel() else torch.ones((), device=CUDA)
-    for blocks_of in (None, listed, prefix, rac.Blocks.of(listed, shape[1])):
-        index = blocks_of.index if isinstance(blocks_of, rac.Blocks) else blocks_of
-        for scale in (None, tensor, reference.row_scale(x), tensor / 41):
-            if scale is not None or x.numel():
-                wide_scale = reference.row_scale(x) if scale is None else scale
-                expected = rac_reference.qdq_with_residual(x, wide_scale, index)
-                assert same(rac.qdq_with_residual(x, scale, blocks_of), expected)
-            for swizzled in (False, True):
-                ours = rac.quantize_with_residual(x, scale, blocks_of, swizzled=swizzled)
-                theirs = rac_reference.quantize_with_residual(x, scale, index, swizzled=swizzled)
-                assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    row = reference.row_scale(x)
+    for blocks in (None, listed, rac.Blocks.prefix(half, k, CUDA), rac.Blocks.of(listed, k), torch.arange(k // 16, device=CUDA)):  # fmt: skip
+        index = blocks.index if isinstance(blocks, rac.Blocks) else blocks
+        for scale in (None, tensor, row, tensor / 41):
+            wide = row if scale is None else scale
+            expected = rac_reference.qdq_with_residual(x, wide, index)
+            assert same(rac.qdq_with_residual(x, scale, blocks), expected)
+            swizzled = scale is None
+            ours = rac.quantize_with_residual(x, scale, blocks, swizzled=swizzled)
+            theirs = rac_reference.quantize_with_residual(x, scale, index, swizzled=swizzled)
+            for name, a, b in zip(ours._fields, ours, theirs, strict=True):
+                assert same(a, b), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

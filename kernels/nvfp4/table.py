@@ -8,6 +8,7 @@ that is first seen during capture is copied by a node of that graph, from a slic
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ def _upload(values: list[int], device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def build(rows: list[tuple[int, ...]], tile: int, device: torch.device) -> Table:
+def build(rows: Sequence[tuple[int, ...]], tile: int, device: torch.device) -> Table:
     """``rows`` as FIELDS says; ``tile`` is the number of 16-blocks a program handles."""
     capturing = torch.cuda.is_current_stream_capturing()
     key = (device, torch.cuda.current_stream(device).cuda_stream, tile, *rows)

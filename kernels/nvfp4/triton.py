@@ -23,9 +23,11 @@ from torch import Tensor
 
 from . import table
 
-BLOCKS_PER_TILE = 256
-WARPS = 4
-REPEAT, STAGES = 1, 1  # tiles a program walks, and how many of them are in flight
+# blocks in a tile, warps, tiles a program walks, and how many of them are in flight; measured on an H200
+QDQ_SHAPE = (512, 8, 1, 1)
+PACK_SHAPE = (256, 4, 4, 3)
+BOTH_SHAPE = (256, 4, 1, 1)
+SINGLE_BLOCKS, SINGLE_WARPS = 256, 4
 AMAX_WORDS = 8192
 AMAX_WARPS = 8
 NO_CONTRACTION = {"enable_fp_fusion": False}
@@ -323,12 +325,13 @@ def grouped_(
     ]
     if not rows:
         return
-    t = table.build(rows, BLOCKS_PER_TILE * REPEAT, amax.device)
+    tile, warps, repeat, stages = QDQ_SHAPE if not codes else BOTH_SHAPE if out else PACK_SHAPE
+    t = table.build(rows, tile * repeat, amax.device)
     x_type = xs[0].dtype
     grouped_kernel[(t.total,)](
         t.rows, t.tiles, amax, t.per_tensor, X=TYPES[x_type], OUT=TYPES[out[0].dtype if out else x_type],
-        UNIFORM=t.tiles is None, QDQ=bool(out), CODES=bool(codes), ALIGNED=t.aligned, BLOCKS=BLOCKS_PER_TILE,
-        REPEAT=REPEAT, STAGES=STAGES, SLOW=min(SLOW_BLOCKS, BLOCKS_PER_TILE), num_warps=WARPS, **NO_CONTRACTION,
+        UNIFORM=t.tiles is None, QDQ=bool(out), CODES=bool(codes), ALIGNED=t.aligned, BLOCKS=tile,
+        REPEAT=repeat, STAGES=stages, SLOW=SLOW_BLOCKS, num_warps=warps, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -338,10 +341,10 @@ def single(x: Tensor, scale: Tensor, out: Tensor | None, codes: Tensor | None, s
     if not blocks:
         return
     x = word_aligned(x)
-    tile = min(BLOCKS_PER_TILE, triton.next_power_of_2(max(blocks // 132, 32)))
+    tile = min(SINGLE_BLOCKS, triton.next_power_of_2(max(blocks // 132, 32)))
     # pointers that are not written stand in as x: a null pointer would be another specialisation
     single_kernel[(triton.cdiv(blocks, tile),)](
         x, scale, x if out is None else out, x if codes is None else codes, x if s8 is None else s8, blocks,
         x.shape[-1] // 16, ROWS=scale.numel() > 1, QDQ=out is not None, CODES=codes is not None, BLOCKS=tile,
-        SLOW=min(SLOW_BLOCKS, tile), num_warps=max(1, tile * WARPS // BLOCKS_PER_TILE), **NO_CONTRACTION,
+        SLOW=min(SLOW_BLOCKS, tile), num_warps=max(1, tile * SINGLE_WARPS // SINGLE_BLOCKS), **NO_CONTRACTION,
     )  # fmt: skip

@@ -97,52 +97,51 @@ def _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr
 
 
 @triton.jit
-def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_ptr, scale_out_ptr, tokens, row_blocks,
-                head, count, OWN_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, ORDERED: tl.constexpr,
+def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_ptr, scale_out_ptr, row_blocks, head,
+                count, OWN_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, ORDERED: tl.constexpr,
                 SILU: tl.constexpr, CODES: tl.constexpr, SWIZZLED: tl.constexpr, HEAD: tl.constexpr,
-                TAIL: tl.constexpr, STAGES: tl.constexpr, SLOW: tl.constexpr):  # fmt: skip
-    """Rows program_id(0), + num_programs(0), .. of x [tokens, 16 row_blocks] ([tokens, 32 row_blocks] with SILU).
+                TAIL: tl.constexpr, SLOW: tl.constexpr):  # fmt: skip
+    """Row program_id(0) of x [tokens, 16 row_blocks] ([tokens, 32 row_blocks] with SILU).
 
     Its blocks in ``order`` (int32 [row_blocks]; as they lie unless ORDERED) have a residual below ``count``. The first
     ``head`` blocks are the tile HEAD, the rest TAIL; either may be 0. Writes DQ(Q(x)) + DQ(Q(r_S)) to ``out``, or (CODES)
     [Q(x) | Q(r_S)].
     """
     FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    for number in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
-        row = number.to(tl.int64)
-        x = x_ptr + row * x_stride
-        out = out_ptr + row * row_blocks * 16
-        codes = codes_ptr + row * (row_blocks + count) * 8
-        top = 0.0
-        if HEAD > 0:
-            place, block, mask, low, high = _load(x, order_ptr, row_blocks, 0, head, ORDERED, SILU, HEAD)
-            if OWN_SCALE:
-                top = tl.maximum(top, tl.max(block_top(low, high), 0))
-        if TAIL > 0:
-            place2, block2, mask2, low2, high2 = _load(x, order_ptr, row_blocks, head, row_blocks, ORDERED, SILU, TAIL)
-            if OWN_SCALE:
-                top = tl.maximum(top, tl.max(block_top(low2, high2), 0))
+    row = tl.program_id(0).to(tl.int64)
+    x = x_ptr + row * x_stride
+    out = out_ptr + row * row_blocks * 16
+    codes = codes_ptr + row * (row_blocks + count) * 8
+    top = 0.0
+    if HEAD > 0:
+        place, block, mask, low, high = _load(x, order_ptr, row_blocks, 0, head, ORDERED, SILU, HEAD)
         if OWN_SCALE:
-            scale = tl.div_rn(top, SIX_E4M3_MAX)
-        elif ROW_SCALE:
-            scale = tl.load(scale_ptr + row)
-        else:
-            scale = tl.load(scale_ptr)
-        if CODES:
-            tl.store(scale_out_ptr + row, scale)
-        if is_fast(scale, scale, FP32):
-            if HEAD > 0:
-                _write(place, block, mask, low, high, row, scale, out, codes, s8_ptr, row_blocks, count, True, CODES,
-                       SWIZZLED, True)  # fmt: skip
-            if TAIL > 0:
-                _write(place2, block2, mask2, low2, high2, row, scale, out, codes, s8_ptr, row_blocks, count, False,
-                       CODES, SWIZZLED, True)  # fmt: skip
-        else:
-            for first in range(0, row_blocks, SLOW):
-                place3, block3, mask3, low3, high3 = _load(x, order_ptr, row_blocks, first, row_blocks, ORDERED, SILU,
-                                                           SLOW)  # fmt: skip
-                _write(place3, block3, mask3, low3, high3, row, scale, out, codes, s8_ptr, row_blocks, count, HEAD > 0,
-                       CODES, SWIZZLED, False)  # fmt: skip
+            top = tl.maximum(top, tl.max(block_top(low, high), 0))
+    if TAIL > 0:
+        place2, block2, mask2, low2, high2 = _load(x, order_ptr, row_blocks, head, row_blocks, ORDERED, SILU, TAIL)
+        if OWN_SCALE:
+            top = tl.maximum(top, tl.max(block_top(low2, high2), 0))
+    if OWN_SCALE:
+        scale = tl.div_rn(top, SIX_E4M3_MAX)
+    elif ROW_SCALE:
+        scale = tl.load(scale_ptr + row)
+    else:
+        scale = tl.load(scale_ptr)
+    if CODES:
+        tl.store(scale_out_ptr + row, scale)
+    if is_fast(scale, scale, FP32):
+        if HEAD > 0:
+            _write(place, block, mask, low, high, row, scale, out, codes, s8_ptr, row_blocks, count, True, CODES,
+                   SWIZZLED, True)  # fmt: skip
+        if TAIL > 0:
+            _write(place2, block2, mask2, low2, high2, row, scale, out, codes, s8_ptr, row_blocks, count, False,
+                   CODES, SWIZZLED, True)  # fmt: skip
+    else:
+        for first in range(0, row_blocks, SLOW):
+            place3, block3, mask3, low3, high3 = _load(x, order_ptr, row_blocks, first, row_blocks, ORDERED, SILU,
+                                                       SLOW)  # fmt: skip
+            _write(place3, block3, mask3, low3, high3, row, scale, out, codes, s8_ptr, row_blocks, count, HEAD > 0,
+                   CODES, SWIZZLED, False)  # fmt: skip
 
 
 def tiles(blocks: int, count: int) -> tuple[int, int, int]:
@@ -155,13 +154,8 @@ def tiles(blocks: int, count: int) -> tuple[int, int, int]:
 
 
 def warps(tokens: int, blocks: int) -> int:
-    """A few rows: as many threads as help. Many rows: 16 elements a thread."""
-    return max(1, min(16, blocks // (16 if tokens <= 512 else 32)))
-
-
-def grid(tokens: int, num_warps: int) -> tuple[int, int]:
-    """The number of programs, and how many of a program's rows are in flight."""
-    return tokens, 1
+    """32 elements a thread; half as many for a few rows, where latency is what counts."""
+    return max(1, min(16, blocks // (32 if tokens <= 512 else 64)))
 
 
 def rows(
@@ -185,12 +179,10 @@ def rows(
         x = x.clone(memory_format=torch.contiguous_format)  # values are read in pairs
     head, head_tile, tail_tile = tiles(k // 16, count)
     # pointers that are not used stand in as x: a null pointer would be another specialisation
-    num_warps = warps(tokens, head_tile + tail_tile)
-    programs, stages = grid(tokens, num_warps)
-    rows_kernel[(programs,)](
+    rows_kernel[(tokens,)](
         x, x.stride(0), x if scale is None else scale, x if order is None else order, x if out is None else out,
-        x if codes is None else codes, x if s8 is None else s8, x if scale_out is None else scale_out, tokens, k // 16,
-        head, count, OWN_SCALE=scale is None, ROW_SCALE=scale is not None and scale.numel() > 1, ORDERED=order is not None,
-        SILU=silu, CODES=codes is not None, SWIZZLED=swizzled, HEAD=head_tile, TAIL=tail_tile, STAGES=stages,
-        SLOW=SLOW_BLOCKS, num_warps=num_warps, **NO_CONTRACTION,
+        x if codes is None else codes, x if s8 is None else s8, x if scale_out is None else scale_out, k // 16, head,
+        count, OWN_SCALE=scale is None, ROW_SCALE=scale is not None and scale.numel() > 1, ORDERED=order is not None,
+        SILU=silu, CODES=codes is not None, SWIZZLED=swizzled, HEAD=head_tile, TAIL=tail_tile, 
+        SLOW=SLOW_BLOCKS, num_warps=warps(tokens, head_tile + tail_tile), **NO_CONTRACTION,
     )  # fmt: skip
