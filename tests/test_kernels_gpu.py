@@ -19,7 +19,7 @@ CUDA = "cuda"
 
 
 def bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).contiguous().view(torch.uint8)
+    return x.reshape(-1).contiguous().view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -217,10 +217,23 @@ def resume(folder: Path, argv: list[str]) -> None:
         result["missing"] = fault(lambda: first.load(folder / "nothing"))
         third = first
         third.load(target)
+        third.save(folder / "from_one", {})
     result["iteration_loaded"] = third.iteration
     result["logprobs"] = third.logprobs(tokens(9))[0].tolist()
     result["next"] = third.step(batch(2), loss)
     (folder / f"resume-{dist.get_world_size()}-{dist.get_rank()}.json").write_text(json.dumps(result))
+    runtime.shutdown()
+
+
+def reshard(folder: Path, argv: list[str]) -> None:
+    """Load what another layout saved and take one step."""
+    hf = read_model_config(folder / "hf")
+    args = parse_args(["--lr", "1e-3", "--lr-warmup-iters", "3", "--bf16", *argv], hf)
+    runtime.initialize(args)
+    trainer = Trainer(args, hf, QuadsConfig(recipe="qat"))
+    trainer.load(folder / "from_one")
+    result = {"iteration_loaded": trainer.iteration, "next": trainer.step(batch(2), loss)}
+    (folder / f"reshard-{dist.get_rank()}.json").write_text(json.dumps(result))
     runtime.shutdown()
 
 
@@ -264,7 +277,7 @@ def patches(folder: Path, argv: list[str]) -> None:
     (folder / "patches.json").write_text(json.dumps(result))
 
 
-MODES = {"layout": layout, "expert": expert, "resume": resume, "patches": patches}
+MODES = {"layout": layout, "expert": expert, "resume": resume, "reshard": reshard, "patches": patches}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

@@ -6,7 +6,6 @@ arithmetic alone. Argument faults raise ValueError before any launch.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
@@ -20,14 +19,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 9)  # E4M3 conversions
 
 
-@functools.cache
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+_capability: dict[int, tuple[int, int]] = {}
+
+
+@torch.compiler.assume_constant_result
 def _fit(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= MIN_CAPABILITY and importlib.util.find_spec("triton") is not None
+    if index not in _capability:
+        _capability[index] = torch.cuda.get_device_capability(index)
+    return _capability[index] >= MIN_CAPABILITY
 
 
 def has_kernels(device: torch.device) -> bool:
     """Whether the Triton kernels serve this device: a CUDA GPU from sm_89 on, with triton installed."""
-    return device.type == "cuda" and torch.version.cuda is not None and _fit(device.index or 0)
+    return HAS_TRITON and device.type == "cuda" and torch.version.cuda is not None and _fit(device.index or 0)
 
 
 def _kernels() -> ModuleType:
@@ -195,8 +200,6 @@ def grouped(
         _check_list(out, "out")
         if [t.shape for t in out] != [x.shape for x in xs] or (xs and out[0].device != xs[0].device):
             raise ValueError("out must hold one tensor of the same shape and device for each of xs")
-        if any(t.data_ptr() % (2 * t.element_size()) for t in out):
-            raise ValueError("out must start at a multiple of two elements: values are written in pairs")
     if not xs:
         return [], [], []
     plain = [x.detach() for x in xs]

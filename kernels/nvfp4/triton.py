@@ -316,6 +316,8 @@ def grouped_(
     xs: list[Tensor], amax: Tensor, groups: list[int], out: list[Tensor], codes: list[Tensor], s8: list[Tensor]
 ) -> None:
     """Write DQ(Q(x)) to ``out`` and the packed form to ``codes`` and ``s8``, whichever lists are not empty."""
+    if any(t.data_ptr() % (2 * t.element_size()) for t in out):
+        raise ValueError("out must start at a multiple of two elements: values are written in pairs")
     xs = [word_aligned(x) for x in xs]
     none: list[Tensor | None] = [None] * len(xs)
     rows = [

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from .. import atomic
 from ..errors import QuadsError
@@ -100,6 +101,42 @@ def materialize_optimizer(optimizer: Any) -> None:
             part.init_state_fn(inner, part.config)
             for values in inner.state.values():
                 values.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def match_chain(loaded: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """Fit a loaded optimizer state to this layout's chain of optimizers.
+
+    Experts have an optimizer of their own only under expert (tensor) parallelism, so a checkpoint may hold the parameter
+    groups of one optimizer where this layout has two, or the other way round. The tensors were read per parameter and
+    fit as they are; each group takes its progress (step, rates) from the saved group of the same settings.
+    """
+    parts = optimizer.chained_optimizers
+    saved = [loaded[i] for i in range(len(loaded)) if "optimizer" in loaded.get(i, {})] or [loaded]
+    if len(saved) == len(parts):
+        return loaded
+    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    fitted = {}
+    for i, part in enumerate(parts):
+        mine = loaded[i] if len(parts) > 1 else loaded
+        inner = part.state_dict()["optimizer"]
+        fitted[i] = {
+            "optimizer": {**inner, "param_groups": [_with_progress(g, groups) for g in inner["param_groups"]]},
+            "param_state": mine["param_state"],
+            "param_state_sharding_type": OPTIMIZER_METADATA["distrib_optim_sharding_type"],
+        }
+    return fitted if len(parts) > 1 else fitted[0]
+
+
+def _with_progress(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    settings = [k for k in param_group_identifier_keys if k != "is_expert_parallel"]
+    same = [g for g in saved if all(g.get(k) == group.get(k) for k in settings)]
+    if not same:
+        raise QuadsError(
+            "the checkpoint has no parameter group with these optimizer settings",
+            where=", ".join(f"{k}={group.get(k)}" for k in settings),
+            do="resume with the settings of the saved run",
+        )
+    return {**group, **{k: same[0][k] for k in ("step", "lr", "weight_decay")}}
 
 
 def separate_steps(optimizer: Any) -> None:

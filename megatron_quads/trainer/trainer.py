@@ -149,7 +149,7 @@ class Trainer:
         loaded, extra = state.load(Path(folder), lambda: self._sharded_state(loading=True))
         for i, model in enumerate(unwrap_model(self.chunks)):
             model.load_state_dict(loaded[f"model{i}"])
-        self.optimizer.load_state_dict(loaded["optimizer"])
+        self.optimizer.load_state_dict(state.match_chain(loaded["optimizer"], self.optimizer))
         state.separate_steps(self.optimizer)
         self.scheduler.load_state_dict(loaded["scheduler"])
         self.iteration = loaded["iteration"]
