@@ -51,15 +51,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Layout name -> the folder its worker wrote; each layout runs once."""
-    done: dict[str, Path] = {}
+    done: dict[str, Path | AssertionError] = {}
 
     def run(name: str) -> Path:
         if name not in done:
-            out = tmp_path_factory.mktemp(name)
+            done[name] = out = tmp_path_factory.mktemp(name)
             ranks, flags = LAYOUTS[name]
-            run_ranks(ranks, WORKER, ["layout", str(root), str(out), *flags.split()], timeout=600)
-            done[name] = out
-        return done[name]
+            try:
+                run_ranks(ranks, WORKER, ["layout", str(root), str(out), *flags.split()], timeout=600)
+            except AssertionError as e:
+                done[name] = e
+        found = done[name]
+        if isinstance(found, AssertionError):
+            raise found
+        return found
 
     return run
 
@@ -79,6 +84,11 @@ def references(root: Path) -> dict[str, Tensor]:
     return out
 
 
+def models(layout: str) -> tuple[str, ...]:
+    """Megatron moves a tied head of a later pipeline stage to CUDA while it builds it: not on the CPU."""
+    return ("tiny",) if "pp2" in layout and not torch.cuda.is_available() else ("tiny", "tied")
+
+
 def result(out: Path) -> dict[str, Any]:
     """What rank 0 found."""
     return json.loads((out / "result-0.json").read_text())
@@ -96,9 +106,9 @@ def test_round_trip_is_exact_and_scores_equal_transformers(
     out = runs(name)
     found = result(out)
     assert found["differ"] == []
-    both = [n for m in ("tiny", "tied") for n in SafetensorsFolder(root / m).names()]
-    assert sorted(found["order"]) == sorted(both)
-    for model, reference in references.items():
+    assert sorted(found["order"]) == sorted(n for m in models(name) for n in SafetensorsFolder(root / m).names())
+    for model in models(name):
+        reference = references[model]
         scores = torch.load(out / f"{model}.pt")
         assert scores.shape == reference.shape
         assert (scores - reference).abs().max() <= 1e-4
@@ -108,7 +118,7 @@ def test_round_trip_is_exact_and_scores_equal_transformers(
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if n != "ep1"])
 def test_exports_are_byte_identical_in_every_layout(name: str, runs: Callable[[str], Path]) -> None:
     one, other = runs("ep1"), runs(name)
-    for export in ("packed", "tiny-bf16", "tied-bf16"):
+    for export in ("packed", *(f"{m}-bf16" for m in models(name))):
         expected = digest(one / export)
         assert digest(other / export) == expected
         assert sum(f.endswith(".safetensors") for f in expected) > 1
@@ -164,7 +174,7 @@ def test_modelopt_vllm_and_compressed_tensors_read_the_same_values(runs: Callabl
         ours = nvfp4.dequantize(codes, scales, scale)
         q = NVFP4QTensor(torch.Size((rows, k)), torch.float32, codes)
         theirs = q.dequantize(torch.float32, scale=scales, double_scale=scale, block_sizes={-1: 16})
-        assert torch.equal(theirs.view(torch.int32), ours.view(torch.int32)), stem
+        assert torch.equal(theirs, ours), stem  # not by bits: its code 8 is +0, ours and vLLM's is -0
         theirs = dequantize_to_dtype(codes, scales, scale, torch.float32, 16, swizzle=False)
         assert torch.equal(theirs.view(torch.int32), ours.view(torch.int32)), stem
         values = unpack_fp4_from_uint8(codes, rows, k, torch.float32).unflatten(-1, (-1, 16))
@@ -208,6 +218,6 @@ def test_vllm_quantises_the_experts_and_nothing_else(runs: Callable[[str], Path]
             p = f"model.layers.{layer}"
             for inner in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate"):
                 assert config.is_layer_excluded(f"{p}.{inner}"), inner
-            assert not config.is_layer_excluded(f"{p}.mlp.experts")
-            assert not config.is_layer_excluded(f"{p}.mlp.gate_up_proj")  # "mlp.gate" must not swallow it
+            for inner in ("", ".gate_up_proj", ".7.gate_proj", ".7.up_proj", ".7.down_proj"):
+                assert not config.is_layer_excluded(f"{p}.mlp.experts{inner}"), inner
         assert config.is_layer_excluded("lm_head")

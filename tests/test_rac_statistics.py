@@ -48,7 +48,13 @@ def test_batch_shapes_do_not_depend_on_the_number_of_ranks():
 
 @pytest.mark.parametrize(
     ("prompts", "text"),
-    [([], "no prompts"), ([[1], []], "empty prompt"), ([[1] * 9], "longer than the context"), ([[50]], "vocabulary")],
+    [
+        ([], "no prompts"),
+        ([[1, 2], []], "empty prompt"),
+        ([[1]], "one-token prompt"),
+        ([[1] * 9], "longer than the context"),
+        ([[1, 50]], "vocabulary"),
+    ],
 )
 def test_bad_prompts_are_refused(prompts, text):
     with pytest.raises(QuadsError, match=text):

@@ -32,7 +32,7 @@ def test_resumed_run_is_the_uninterrupted_one(runs: tuple[list[dict], dict]) -> 
         assert rank["resumed"] == rank["straight"]
         assert rank["state_equal"] and rank["same_draw"]
         assert rank["iteration"] == 5 and rank["extra"] == {"note": "after two"}
-        assert rank["learned"] > 0.1
+        assert len({step["loss"] for step in rank["straight"]}) == 3
         # the schedule goes on as well: warm-up over three steps
         assert [step["lr"] for step in rank["resumed"]] == pytest.approx([1e-3 * 2 / 3, 1e-3, 1e-3])
 

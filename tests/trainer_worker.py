@@ -198,7 +198,8 @@ def resume(folder: Path, argv: list[str]) -> None:
     if dist.get_world_size() > 1:
         first.save(target, {"untrained": True})
         assert Trainer(args, hf, quads).load(target) == {"untrained": True}
-        steps = [first.step(batch(i), loss) for i in range(2)]
+        for i in range(2):
+            first.step(batch(i), loss)
         first.save(target, {"note": "after two"})
         draw = torch.rand(3)
         result["failed_save"] = fault_of_any(lambda: first.save(target, {"bad": object()}))
@@ -208,7 +209,7 @@ def resume(folder: Path, argv: list[str]) -> None:
         result["extra"] = second.load(target)
         result["same_draw"] = torch.rand(3).equal(draw)
         resumed = [second.step(batch(i), loss) for i in range(2, 5)]
-        result |= {"straight": straight, "resumed": resumed, "learned": steps[0]["loss"] - straight[-1]["loss"]}
+        result |= {"straight": straight, "resumed": resumed}
         result["iteration"] = second.iteration
         result["state_equal"] = same_state(first, second)
         third = Trainer(args, hf, quads)

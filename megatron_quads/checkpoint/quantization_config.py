@@ -1,7 +1,8 @@
 """The JSON that tells readers what an export holds: ``hf_quant_config.json`` and config.json's ``quantization_config``.
 
-Modules are ignored by exact name. Patterns are a trap: readers differ (ModelOpt globs, vLLM substrings and then globs),
-and an ignored ``*mlp.gate*`` also swallows a fused ``gate_up_proj``, which turns a rollout BF16 without a word.
+Modules are ignored by exact name. Patterns are a trap: readers differ (ModelOpt globs, vLLM exact names, substrings and
+then globs), and one that swallows a ``gate_up_proj`` turns a rollout BF16 without a word. Even an exact ``mlp.gate``
+does so for a dense layer's ``mlp.gate_up_proj`` in vLLM: harmless here, models with dense layers are refused on reading.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def plot(analysis: Analysis, path: Path) -> None:
     bars.set_xscale("log")
     bars.invert_yaxis()
     bars.set_xlabel("|log-prob difference|, nats")
-    bars.legend()
+    bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     at = [row.layer for row in analysis.layers]
     lines.plot(at, [row.weight for row in analysis.layers], "o-", label="weight")
     lines.plot(at, [row.activation for row in analysis.layers], "s-", label="activation (W4A4)")
@@ -58,7 +58,7 @@ def plot(analysis: Analysis, path: Path) -> None:
     lines.set_xlabel("layer")
     lines.set_ylabel("relative error of expert outputs")
     lines.set_ylim(bottom=0)
-    lines.legend()
+    lines.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     atomic.write_bytes(path, buffer.getvalue())

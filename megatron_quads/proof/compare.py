@@ -90,16 +90,8 @@ def compare(runs: Sequence[str | Path], out: Path) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """The table on the terminal."""
-    table = Table(title="log-prob gap in nats, per sampled token; reward on held-out problems")
-    for column in (
-        "arm",
-        "gap mean",
-        "gap max",
-        "weight bits that differ",
-        "reward before",
-        "reward after",
-        "tokens/s",
-    ):
+    table = Table(title="log-prob gap in nats; weight bits that differ; held-out reward")
+    for column in ("arm", "gap mean", "gap max", "weight bits", "reward", "tokens/s"):
         table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for r in rows:
         table.add_row(
@@ -107,8 +99,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{r['gap_mean']:.2e}",
             f"{r['gap_max']:.2e}",
             f"{r['weight_bits_mismatched']:,}",
-            f"{r['reward_before']:.3f}",
-            f"{r['reward_after']:.3f}",
+            f"{r['reward_before']:.3f} -> {r['reward_after']:.3f}",
             f"{r['tokens_per_s']:.0f}",
         )
     Console().print(table)

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import torch
@@ -144,21 +143,23 @@ def _as_command_line(argv: list[str]) -> Iterator[None]:
         raise QuadsError(fault[0].split("error: ")[-1], where="command line", do="see --help") from e
 
 
+# flags that the checkpoint decides without being given, or that this trainer is not built for
+_ALSO_FIXED = (
+    "--moe-router-pre-softmax",
+    "--untie-embeddings-and-output-weights",
+    "--moe-router-topk-scaling-factor",
+    "--moe-router-score-function",
+    "--add-qkv-bias",
+    "--transformer-impl",
+    "--moe-grouped-gemm",
+    "--context-parallel-size",
+)
+_OTHER_NAMES = {"--norm-epsilon": "layernorm_epsilon", "--disable-bias-linear": "add_bias_linear"}
+
+
 def _require_architecture(args: argparse.Namespace, reference: argparse.Namespace, derived: list[str]) -> None:
-    names = {flag: flag.removeprefix("--").replace("-", "_") for flag in derived if flag.startswith("--")}
-    names |= {"--norm-epsilon": "layernorm_epsilon", "--disable-bias-linear": "add_bias_linear"}
-    names |= {flag: flag.removeprefix("--").replace("-", "_") for flag in ("--seq-length",)}
-    names |= {
-        "--moe-router-pre-softmax": "moe_router_pre_softmax",
-        "--untie-embeddings-and-output-weights": "untie_embeddings_and_output_weights",
-        "--moe-router-topk-scaling-factor": "moe_router_topk_scaling_factor",
-        "--moe-router-score-function": "moe_router_score_function",
-        "--add-qkv-bias": "add_qkv_bias",
-        "--transformer-impl": "transformer_impl",
-        "--moe-grouped-gemm": "moe_grouped_gemm",
-        "--context-parallel-size": "context_parallel_size",
-    }
-    for flag, name in names.items():
+    for flag in [*(x for x in derived if x.startswith("--")), *_ALSO_FIXED]:
+        name = _OTHER_NAMES.get(flag, flag.removeprefix("--").replace("-", "_"))
         mine, theirs = getattr(args, name), getattr(reference, name)
         if mine != theirs:
             raise QuadsError(
@@ -205,14 +206,3 @@ def _fp8_fault() -> tuple[str]:
     except ImportError:
         return ("recipe fp8 needs Transformer Engine, which is not installed",)
     return ("recipe fp8 needs Megatron's Transformer Engine layers; this trainer is built on the local spec",)
-
-
-def world_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The parallel layout, for messages and metadata."""
-    return {
-        "world_size": args.world_size,
-        "tensor": args.tensor_model_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "expert": args.expert_model_parallel_size,
-        "expert_tensor": args.expert_tensor_parallel_size,
-    }

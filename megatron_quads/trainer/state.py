@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
 from .. import atomic
@@ -111,6 +112,8 @@ def match_chain(loaded: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     fit as they are; each group takes its progress (step, rates) from the saved group of the same settings.
     """
     parts = optimizer.chained_optimizers
+    if not all(isinstance(part, DistributedOptimizer) for part in parts):
+        return loaded
     saved = [loaded[i] for i in range(len(loaded)) if "optimizer" in loaded.get(i, {})] or [loaded]
     if len(saved) == len(parts):
         return loaded
