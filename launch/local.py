@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 from ..errors import QuadsError
 
@@ -46,18 +47,18 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def _pump(stream, log: Path, echo: bool) -> None:
+def _pump(stream: IO[bytes], log: Path, show: Callable[[str], None] | None) -> None:
     with open(log, "ab") as f:
         for line in stream:
             f.write(line)
             f.flush()
-            if echo:
-                sys.stdout.buffer.write(line)
+            if show is not None:
+                show(line.decode(errors="replace").rstrip("\n"))
                 sys.stdout.flush()
 
 
-def run_ranks(argv: Sequence[str], *, nproc: int, logs: Path) -> None:
-    """Run ``argv`` as ``nproc`` ranks; rank 0's stdout is shown, stderr of rank R goes to ``logs/rank{R}.log``.
+def run_ranks(argv: Sequence[str], *, nproc: int, logs: Path, show: Callable[[str], None] = print) -> None:
+    """Run ``argv`` as ``nproc`` ranks; ``show`` gets rank 0's stdout, stderr of rank R goes to ``logs/rank{R}.log``.
 
     Raises QuadsError (with the failing rank's exit code) when any rank fails; the others are then ended.
     """
@@ -78,7 +79,9 @@ def run_ranks(argv: Sequence[str], *, nproc: int, logs: Path) -> None:
                     start_new_session=True,
                 )
             ranks.append(p)
-            pumps.append(threading.Thread(target=_pump, args=(p.stdout, files[r], r == 0), daemon=True))
+            pumps.append(
+                threading.Thread(target=_pump, args=(p.stdout, files[r], show if r == 0 else None), daemon=True)
+            )
             pumps[-1].start()
         failed = _wait(ranks)
         for t in pumps:

@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 LOCK=requirements/cpu.lock
 STAMP=.venv/.quads-lock.sha256
+OURS=.venv/.quads # says that this script made .venv, finished or not
 UV_VERSION=0.13.9
 
 want=$(cat "$LOCK" pyproject.toml | sha256sum | cut -d' ' -f1)
@@ -34,9 +35,14 @@ if [ "$free_kb" -lt 9000000 ]; then
     exit 2
 fi
 
+if [ -e .venv ] && [ ! -e "$OURS" ] && [ ! -e "$STAMP" ]; then
+    echo "setup: $(pwd)/.venv was not made by this script; move it away" >&2
+    exit 2
+fi
 echo "setup: creating .venv with $("$python" --version) ($python)"
 rm -rf .venv
 "$python" -m venv .venv
+touch "$OURS"
 if [ "${INSTALLER:-uv}" = pip ]; then
     .venv/bin/python -m pip install -q --no-deps -r "$LOCK"
     .venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
@@ -46,6 +52,6 @@ else
     .venv/bin/uv pip install -q --python .venv/bin/python --no-deps --no-build-isolation -e .
 fi
 # byte-code now: an engine start takes 20 s with it and minutes without (and some machines forbid writing it later)
-.venv/bin/python -m compileall -q -j 0 .venv/lib/python3.*/site-packages >/dev/null 2>&1 || true
+.venv/bin/python -m compileall -q -j 0 -x '/(tests?|testing|benchmarks?)/' .venv/lib/python3.*/site-packages >/dev/null 2>&1 || true
 echo "$want" >"$STAMP"
 echo "setup: done"

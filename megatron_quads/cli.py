@@ -34,10 +34,18 @@ def _epilog(example: str) -> str:
     return f"Example:  {example}"
 
 
-def _launch(name: str, settings: dict[str, Any], argv: list[str], *, nproc: int, logs: Path) -> None:
+def _launch(
+    name: str,
+    settings: dict[str, Any],
+    argv: list[str],
+    *,
+    nproc: int,
+    logs: Path,
+    show: Callable[[str], None] = print,
+) -> None:
     from . import jobs
 
-    jobs.launch(name, settings, argv, nproc=nproc, logs=logs)
+    jobs.launch(name, settings, argv, nproc=nproc, logs=logs, show=show)
 
 
 @app.command(
@@ -98,8 +106,12 @@ def rl(
         wandb_project=wandb_project,
         grpo=GRPOConfig(clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap or None, kl_coef=kl_coef),
     )
+    from .screen import Screen
+
     _refuse_used(out, resume=resume)
-    _launch("rl", {"rl": cfg.to_dict(), "resume": resume}, ctx.args, nproc=nproc, logs=out / "logs")
+    with Screen() as screen:
+        settings = {"rl": cfg.to_dict(), "resume": resume}
+        _launch("rl", settings, ctx.args, nproc=nproc, logs=out / "logs", show=screen.line)
 
 
 @app.command(epilog=_epilog("quads compare runs/naive runs/qat runs/quads --out runs/table"))

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from . import jobs
 from .config import RECIPES
 from .errors import QuadsError
@@ -22,6 +20,7 @@ from .rl.config import RLConfig
 from .rl.data import encode_prompts, warmup_prompts
 from .rl.tasks import make_task
 from .rl.tiny import DemoDefaults, make_tiny_checkpoint
+from .screen import Screen
 
 CALIBRATION_PROMPTS = 64
 CALIBRATION_SEED = 7
@@ -40,11 +39,22 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "demo.json").write_text(json.dumps({"arms": list(arms), "seed": seed}))
-    console, started, d = Console(), time.monotonic(), DemoDefaults()
+    started = time.monotonic()
+    with Screen(stages=len(arms) + 2) as screen:
+        _stages(screen, out, arms=arms, seed=seed, steps=steps, nproc=nproc)
+    rows = compare([out / arm for arm in arms], out)
+    quads = next((r for r in rows if r["arm"] == "quads"), rows[-1])
+    print(
+        f"demo: done in {time.monotonic() - started:.0f} s; {quads['arm']}: gap mean {quads['gap_mean']:.2e}, "
+        f"{quads['weight_bits_mismatched']} weight bits differ, reward {quads['reward_before']:.3f} -> {quads['reward_after']:.3f}; "
+        f"table {out / 'compare.json'}",
+        flush=True,
+    )
 
-    def stage(text: str) -> None:
-        console.rule(f"[bold]{text}[/bold]  ({time.monotonic() - started:.0f} s)", align="left")
 
+def _stages(screen: Screen, out: Path, *, arms: Sequence[str], seed: int, steps: int | None, nproc: int) -> None:
+    """Warm-up, calibration and the arms."""
+    d = DemoDefaults()
     optimizer = optimizer_flags()
     layout = [
         "--expert-model-parallel-size",
@@ -53,14 +63,14 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
         str(max(d.warmup_batch, d.groups * d.samples) // nproc),
     ]
 
-    stage(f"tiny Qwen3-MoE and supervised warm-up, {d.warmup_steps} steps, Megatron EP={nproc}")
+    screen.stage(f"tiny Qwen3-MoE and supervised warm-up, {d.warmup_steps} steps, Megatron EP={nproc}")
     task = make_task(d.task, d.task_config)
     init = make_tiny_checkpoint(out / "init", seed, task=task)
     warm = out / "warm"
     settings, argv = warmup_job(init, warm, seed=seed, nproc=nproc)
-    jobs.launch("warmup", settings, argv, nproc=nproc, logs=out / "logs" / "warmup")
+    jobs.launch("warmup", settings, argv, nproc=nproc, logs=out / "logs" / "warmup", show=screen.line)
 
-    stage("calibration: sort the experts' channels, choose the residual blocks")
+    screen.stage("calibration: sort the experts' channels, choose the residual blocks")
     prompts = calibration_sequences(init, seed)
     (out / "calibration.json").write_text(json.dumps(prompts))
     base = out / "base"
@@ -70,10 +80,11 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
         [*layout, "--quads-recipe", "quads"],
         nproc=nproc,
         logs=out / "logs" / "calibrate",
+        show=screen.line,
     )
 
     for arm in arms:
-        stage(f"arm {arm}: GRPO, Megatron EP={nproc} and vLLM")
+        screen.stage(f"arm {arm}: GRPO, Megatron EP={nproc} and vLLM")
         cfg = RLConfig(
             model=str(base),
             out=str(out / arm),
@@ -89,17 +100,11 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
             heldout=d.heldout,
         )
         argv = [*layout, *optimizer, "--lr", str(d.lr), "--quads-recipe", arm]
-        jobs.launch("rl", {"rl": cfg.to_dict(), "resume": False}, argv, nproc=nproc, logs=out / arm / "logs")
+        jobs.launch(
+            "rl", {"rl": cfg.to_dict(), "resume": False}, argv, nproc=nproc, logs=out / arm / "logs", show=screen.line
+        )
 
-    stage("comparison")
-    rows = compare([out / arm for arm in arms], out)
-    quads = next((r for r in rows if r["arm"] == "quads"), rows[-1])
-    print(
-        f"demo: done in {time.monotonic() - started:.0f} s; {quads['arm']}: gap mean {quads['gap_mean']:.2e}, "
-        f"{quads['weight_bits_mismatched']} weight bits differ, reward {quads['reward_before']:.3f} -> {quads['reward_after']:.3f}; "
-        f"table {out / 'compare.json'}",
-        flush=True,
-    )
+    screen.end()
 
 
 def optimizer_flags() -> list[str]:

@@ -26,8 +26,19 @@ class Job:
     argv: list[str]
 
 
-def launch(name: str, settings: dict[str, Any], argv: Sequence[str], *, nproc: int, logs: Path) -> None:
-    """Run job ``name`` here (RANK is set) or as ``nproc`` local processes; raises QuadsError when it fails."""
+def launch(
+    name: str,
+    settings: dict[str, Any],
+    argv: Sequence[str],
+    *,
+    nproc: int,
+    logs: Path,
+    show: Callable[[str], None] = print,
+) -> None:
+    """Run job ``name`` here (RANK is set) or as ``nproc`` local processes; raises QuadsError when it fails.
+
+    ``show`` gets the lines that rank 0 of local processes prints.
+    """
     if name not in JOBS:
         raise KeyError(name)
     if "RANK" in os.environ:
@@ -36,7 +47,7 @@ def launch(name: str, settings: dict[str, Any], argv: Sequence[str], *, nproc: i
     from .launch.local import run_ranks
 
     payload = json.dumps({"settings": settings, "argv": list(argv)})
-    run_ranks([sys.executable, "-m", "megatron_quads.jobs", name, payload], nproc=nproc, logs=logs)
+    run_ranks([sys.executable, "-m", "megatron_quads.jobs", name, payload], nproc=nproc, logs=logs, show=show)
 
 
 def without_layout(argv: list[str]) -> list[str]:
