@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -40,50 +39,7 @@ from ..trainer.activations import emulate_activations, observe_experts
 from ..trainer.experts import compute_weight, expert_linears
 from ..trainer.logprobs import token_logprobs
 from ..trainer.model import build
-from .analyze_report import plot, show
-
-
-@dataclass(frozen=True)
-class Row:
-    """|log-prob difference| of two models over the scored tokens, in nats."""
-
-    part: str
-    models: str
-    mean: float
-    max: float
-    p999: float
-    bias: float
-
-    @classmethod
-    def of(cls, part: str, models: str, a: Tensor, b: Tensor) -> Row:
-        """From log-probs a, b [tokens]; ``bias`` is the mean of b - a."""
-        gap = (a - b).abs().double()
-        return cls(
-            part, models, *(float(v) for v in (gap.mean(), gap.max(), gap.quantile(0.999), (b - a).double().mean()))
-        )
-
-
-@dataclass(frozen=True)
-class LayerRow:
-    """Relative error ||y' - y|| / ||y|| of one layer's expert outputs, on equal inputs (no error carried in)."""
-
-    layer: int
-    weight: float
-    activation: float
-    activation_rac: float | None
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """Rows of the log-prob split, rows per layer, and how many tokens they rest on."""
-
-    tokens: int
-    rows: list[Row]
-    layers: list[LayerRow]
-
-    def to_dict(self) -> dict[str, Any]:
-        """What ``analyze.json`` holds."""
-        return dataclasses.asdict(self)
+from .analyze_report import Analysis, LayerRow, Row, plot, show
 
 
 def split(

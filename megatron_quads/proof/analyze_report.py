@@ -1,20 +1,63 @@
-"""Table and figure of ``quads analyze``."""
+"""What ``quads analyze`` finds: its records, table and figure."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from .. import atomic
 
-if TYPE_CHECKING:
-    from .analyze import Analysis
+
+@dataclass(frozen=True)
+class Row:
+    """|log-prob difference| of two models over the scored tokens, in nats."""
+
+    part: str
+    models: str
+    mean: float
+    max: float
+    p999: float
+    bias: float
+
+    @classmethod
+    def of(cls, part: str, models: str, a: Tensor, b: Tensor) -> Row:
+        """From log-probs a, b [tokens]; ``bias`` is the mean of b - a."""
+        gap = (a - b).abs().double()
+        return cls(
+            part, models, *(float(v) for v in (gap.mean(), gap.max(), gap.quantile(0.999), (b - a).double().mean()))
+        )
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """Relative error ||y' - y|| / ||y|| of one layer's expert outputs, on equal inputs (no error carried in)."""
+
+    layer: int
+    weight: float
+    activation: float
+    activation_rac: float | None
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Rows of the log-prob split, rows per layer, and how many tokens they rest on."""
+
+    tokens: int
+    rows: list[Row]
+    layers: list[LayerRow]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``analyze.json`` holds."""
+        return dataclasses.asdict(self)
 
 
 def show(analysis: Analysis, console: Console | None = None) -> None:
