@@ -48,13 +48,13 @@ def split(
     """Log-probs [tokens] of each model -> rows; ``rollout_has_rac``: which emulation the rollout is compared with."""
     rows = [
         Row.of("weight error", "raw | W4A16", raw, w4a16),
-        Row.of("activation error", "W4A16 | W4A4 emulated", w4a16, w4a4),
+        Row.of("activation error", "W4A16 | W4A4", w4a16, w4a4),
     ]
     if with_rac is not None:
-        rows.append(Row.of("activation error, RAC", "W4A16 | W4A4+RAC emulated", w4a16, with_rac))
+        rows.append(Row.of("activation error, RAC", "W4A16 | RAC", w4a16, with_rac))
     if rollout is not None:
         emulated = with_rac if rollout_has_rac and with_rac is not None else w4a4
-        name = "W4A4+RAC emulated" if emulated is with_rac else "W4A4 emulated"
+        name = "RAC" if emulated is with_rac else "W4A4"
         rows.append(Row.of("engine drift", f"{name} | rollout", emulated, rollout))
         rows.append(Row.of("gap, asymmetric QAT", "W4A16 | rollout", w4a16, rollout))
         rows.append(Row.of("gap, naive", "raw | rollout", raw, rollout))

@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -63,15 +64,20 @@ class Analysis:
 def show(analysis: Analysis, console: Console | None = None) -> None:
     """Print both tables."""
     console = console or Console()
-    table = Table(title=f"log-prob error by source, {analysis.tokens} tokens, nats")
+    table = Table(
+        title=f"log-prob error by source, {analysis.tokens} tokens, nats",
+        caption="W4A4, RAC: the trainer emulating the rollout's activations",
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     for name in ("part", "models"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("mean", "max", "p99.9", "bias"):
         table.add_column(name, justify="right")
     for row in analysis.rows:
-        table.add_row(row.part, row.models, *(f"{v:.2e}" for v in (row.mean, row.max, row.p999, row.bias)))
+        table.add_row(row.part, row.models, *(f"{v:.1e}" for v in (row.mean, row.max, row.p999, row.bias)))
     console.print(table)
-    table = Table(title="relative error of the experts' outputs, per layer")
+    table = Table(title="relative error of the experts' outputs, per layer", box=box.SIMPLE)
     for name in ("layer", "weight", "activation", "activation, RAC"):
         table.add_column(name, justify="right")
     for each in analysis.layers:
