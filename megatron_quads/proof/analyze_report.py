@@ -69,6 +69,7 @@ def show(analysis: Analysis, console: Console | None = None) -> None:
         caption="W4A4, RAC: the trainer emulating the rollout's activations",
         box=box.SIMPLE,
         pad_edge=False,
+        collapse_padding=True,
     )
     for name in ("part", "models"):
         table.add_column(name, no_wrap=True)
