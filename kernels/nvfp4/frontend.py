@@ -1,7 +1,7 @@
 """The front end: checks the arguments, then runs the Triton kernels on a CUDA GPU and ``reference.py`` elsewhere.
 
 The kernels are ``torch.library`` operators with fake implementations, so torch.compile sees through shapes and leaves the
-arithmetic alone. Argument faults raise ValueError before any launch.
+arithmetic alone. Argument faults raise ValueError before any launch, on every device alike.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ def _kernels() -> ModuleType:
     from . import triton as kernels
 
     return kernels
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether a kernel may be launched directly: the operator's dispatch costs more than a small launch."""
+    plain = type(x) is Tensor and not (x.requires_grad and torch.is_grad_enabled())
+    return plain and not torch.compiler.is_compiling()
 
 
 def check(x: Tensor, name: str = "x") -> None:
@@ -95,18 +101,20 @@ def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def qdq(x: Tensor, scale: Tensor) -> Tensor:
     """Quantise and dequantise x [..., K] under an fp32 scale (one value, or [..., 1]): see ``reference.qdq``."""
-    if not has_kernels(x.device):
-        return reference.qdq(x, scale)
     check(x)
-    return _qdq(x, check_scale(scale, x))
+    flat = check_scale(scale, x)
+    if not has_kernels(x.device):
+        return reference.qdq(x, scale.float())
+    return _qdq(x, flat)
 
 
 def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., K] -> packed codes uint8 [..., K/2], E4M3 block scales [..., K/16]: see ``reference.quantize``."""
-    if not has_kernels(x.device):
-        return reference.quantize(x, scale)
     check(x)
-    return _quantize(x, check_scale(scale, x))
+    flat = check_scale(scale, x)
+    if not has_kernels(x.device):
+        return reference.quantize(x, scale.float())
+    return _quantize(x, flat)
 
 
 @torch.library.custom_op("megatron_quads::nvfp4_amax", mutates_args=("out",))
@@ -132,16 +140,19 @@ def _check_list(xs: Sequence[Tensor], name: str) -> None:
 
 def _check_groups(xs: Sequence[Tensor], groups: Sequence[int] | None, count: int | None) -> list[int]:
     found = list(range(len(xs))) if groups is None else [int(g) for g in groups]
-    if len(found) != len(xs) or any(g < 0 or (count is not None and g >= count) for g in found):
-        raise ValueError(f"groups {found[:8]} must name a group below {count} for each of {len(xs)} tensors")
+    if len(found) != len(xs):
+        raise ValueError(f"groups must name a group for each of {len(xs)} tensors, got {len(found)}")
+    if any(g < 0 or (count is not None and g >= count) for g in found):
+        limit = "" if count is None else f" below {count}, one of amax's,"
+        raise ValueError(f"groups must be numbers from 0 on{limit} got {min(found)} to {max(found)}")
     return found
 
 
 def grouped_amax(xs: Sequence[Tensor], groups: Sequence[int] | None = None) -> Tensor:
     """fp32 [G], the largest magnitude of each group of a list of weights, in one pass and one launch.
 
-    ``groups[i]`` is the group of xs[i] (gate and up of an expert share one; None gives each tensor its own). NaN and Inf
-    come through.
+    ``xs``: contiguous [..., K], one dtype and device. ``groups[i]`` is the group of xs[i] (gate and up of an expert share
+    one; None gives each tensor its own). NaN and Inf come through: callers reject them by the parameter's name.
     """
     _check_list(xs, "xs")
     found = _check_groups(xs, groups, None)
@@ -153,7 +164,9 @@ def grouped_amax(xs: Sequence[Tensor], groups: Sequence[int] | None = None) -> T
     members: list[list[Tensor]] = [[] for _ in range(count)]
     for x, g in zip(xs, found, strict=True):
         members[g].append(x)
-    return torch.stack([reference.amax(*m) if m else torch.zeros(()) for m in members]) if members else torch.zeros(0)
+    if not xs:
+        return torch.zeros(0)
+    return torch.stack([reference.amax(*m) if m else xs[0].new_zeros((), dtype=torch.float32) for m in members])
 
 
 def _empty_list(xs: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> list[Tensor]:
@@ -191,7 +204,11 @@ def grouped(
     want_values: bool = True,
     want_packed: bool = False,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """DQ(Q(x)), codes and block scales of a list of weights in one launch; lists that are not wanted are empty."""
+    """DQ(Q(x)), codes and block scales of a list of weights in one launch; lists that are not wanted are empty.
+
+    ``xs``, ``amax``, ``groups`` and ``out`` as in ``grouped_qdq``; ``out`` implies ``want_values``. ValueError before any
+    launch when dtypes, devices, shapes, layouts or groups do not fit.
+    """
     _check_list(xs, "xs")
     if amax.dtype != torch.float32 or amax.dim() != 1 or (xs and amax.device != xs[0].device):
         raise ValueError(f"amax must be float32 [groups] beside xs, got {amax.dtype} {tuple(amax.shape)} {amax.device}")

@@ -1,18 +1,4 @@
-"""Triton kernels of the NVFP4 contract: bit-identical to ``reference.py`` on CUDA GPUs from sm_89 on.
-
-Compiled without multiply-add contraction, so that fp32 rounds where the reference rounds. A tile of [blocks, 16] elements
-is held as two fp32 tensors [blocks, 8], ``low`` (even columns) and ``high`` (odd columns): the nibbles of a packed byte.
-
-Division is where the time would go. Under an ordinary scale (``is_fast``) a block's elements share one reciprocal and
-take the three remaining steps of ``div.rn.f32``, whose quotient is correctly rounded as nothing under- or overflows:
-
-* the scale is at least 2^-80, so the step is at least 2^-89 and the residuals that decide near a boundary are exact;
-* magnitudes are cut at 6 steps (block maxima at 512) first, beyond which the result is the same;
-* the scale is at most 2^7, or 2^-10 for FP32 input, so that no quotient of a nonzero element underflows to zero, where
-  the sign would have to go. x is at least 2^-133 (BF16) or 2^-149 (FP32) and a residual of 16-bit values as large.
-
-Under any other scale, tiles are walked in small pieces with ``tl.div_rn``.
-"""
+"""Triton kernels of the NVFP4 contract for weights: bit-identical to ``reference.py`` on CUDA GPUs from sm_89 on."""
 
 from __future__ import annotations
 
@@ -22,168 +8,29 @@ import triton.language as tl
 from torch import Tensor
 
 from . import table
+from .device import (
+    NO_CONTRACTION,
+    SIX_E4M3_MAX,
+    bits,
+    block_scale,
+    block_top,
+    is_fast,
+    load_pairs,
+    magnitudes,
+    pack,
+    store_pairs,
+    with_sign,
+)
 
 # blocks in a tile, warps, tiles a program walks, and how many of them are in flight; measured on an H200
 QDQ_SHAPE = (512, 8, 1, 1)
-PACK_SHAPE = (256, 4, 4, 3)
+QDQ_SMALL_SHAPE = (256, 4, 1, 1)  # weights below SMALL_BLOCKS on average
+PACK_SHAPE = (256, 4, 8, 3)
 BOTH_SHAPE = (256, 4, 1, 1)
+SMALL_BLOCKS = 1 << 19
 SINGLE_BLOCKS, SINGLE_WARPS = 256, 4
 AMAX_WORDS = 8192
 AMAX_WARPS = 8
-NO_CONTRACTION = {"enable_fp_fusion": False}
-
-# jit functions see only constexpr globals
-E2M1_MAX = tl.constexpr(6.0)
-E4M3_MAX = tl.constexpr(448.0)
-SIX_E4M3_MAX = tl.constexpr(2688.0)
-E4M3_MIN = tl.constexpr(2.0**-9)
-FAST_MIN = tl.constexpr(2.0**-80)
-FAST_MAX = tl.constexpr(2.0**7)
-FAST_MAX_FP32 = tl.constexpr(2.0**-10)
-EXPONENT = tl.constexpr(0x7F800000)
-SIGN = tl.constexpr(-0x80000000)
-MAGIC = tl.constexpr(2.0**22 + 3)
-
-
-@triton.jit
-def bits(x):
-    return x.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def load_pairs(x_ptr, block, mask):
-    """Elements of the 16-blocks ``block`` [B] as fp32 (low, high) [B, 8]; -0 becomes +0. Masked ones are 0.
-
-    Two neighbours are loaded as one integer.
-    """
-    at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if x_ptr.dtype.element_ty == tl.float32:
-        word = tl.load(x_ptr.to(tl.pointer_type(tl.int64)) + at, mask=mask[:, None], other=0)
-        low = word.to(tl.int32).to(tl.float32, bitcast=True)
-        high = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    else:
-        word = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask[:, None], other=0)
-        if x_ptr.dtype.element_ty == tl.bfloat16:
-            low = (word << 16).to(tl.float32, bitcast=True)
-            high = (word & -0x10000).to(tl.float32, bitcast=True)
-        else:
-            low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return low + 0.0, high + 0.0
-
-
-@triton.jit
-def store_pairs(out_ptr, block, low, high, mask):
-    """The inverse of ``load_pairs``, rounding to the output's dtype."""
-    at = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if out_ptr.dtype.element_ty == tl.float32:
-        word = (bits(high).to(tl.int64) << 32) | (bits(low).to(tl.int64) & 0xFFFFFFFF)
-        tl.store(out_ptr.to(tl.pointer_type(tl.int64)) + at, word, mask=mask[:, None])
-    else:
-        if out_ptr.dtype.element_ty == tl.bfloat16:
-            word = tl.inline_asm_elementwise(
-                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-            )
-        else:
-            word = tl.inline_asm_elementwise(
-                "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
-            )
-        tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + at, word, mask=mask[:, None])
-
-
-@triton.jit
-def block_top(low, high):
-    """Largest magnitude of each block [B]."""
-    return tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
-
-
-@triton.jit
-def _reciprocal(b):
-    """The reciprocal that div.rn.f32 starts from."""
-    y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b], dtype=tl.float32, is_pure=True, pack=1)
-    return tl.fma(y, tl.fma(-b, y, 1.0), y)
-
-
-@triton.jit
-def _quotient(a, negative_b, y):
-    """a / b for y = _reciprocal(b), as div.rn.f32 ends."""
-    q = a * y
-    return tl.fma(tl.fma(q, negative_b, a), y, q)
-
-
-@triton.jit
-def block_scale(top, scale, FAST: tl.constexpr):
-    """Block maxima [B] and the FP32 scale (scalar or [B]) -> E4M3 block scales [B], fp32 steps [B, 1]."""
-    six = scale * E2M1_MAX
-    if FAST:
-        ratio = _quotient(tl.minimum(top, six * 512.0), -six, _reciprocal(six))
-        ratio = tl.where(top == 0, 1.0, ratio)
-    else:
-        ratio = tl.div_rn(top, six)
-        ratio = tl.where((ratio == 0) | (scale == 0), 1.0, ratio)
-    s8 = tl.minimum(tl.maximum(ratio, E4M3_MIN), E4M3_MAX).to(tl.float8e4nv)
-    return s8, (s8.to(tl.float32) * scale)[:, None]
-
-
-@triton.jit
-def _round_e2m1(q):
-    """fp32 quotients in [0, 6] -> the E2M1 grid, ties to the even code; and the sum that did the rounding, for ``pack``.
-
-    Adding about 2^22 times the power of two below q (1 at least) leaves two significant bits of q, or halves below 1.
-    """
-    power = (bits(tl.maximum(q, 1.0)) & EXPONENT).to(tl.float32, bitcast=True)
-    total = tl.fma(power, MAGIC, q)
-    return tl.fma(power, -MAGIC, total), total
-
-
-@triton.jit
-def magnitudes(low, high, step, FAST: tl.constexpr):
-    """E2M1 magnitudes of both halves, their rounding sums, and the halves: +0 where a negative quotient underflows."""
-    if FAST:
-        y, negative, top = _reciprocal(step), -step, step * E2M1_MAX
-        low_q = _quotient(tl.minimum(tl.abs(low), top), negative, y)
-        high_q = _quotient(tl.minimum(tl.abs(high), top), negative, y)
-    else:
-        low_q = tl.where(step == 0, 0.0, tl.minimum(tl.div_rn(tl.abs(low), step), E2M1_MAX))
-        high_q = tl.where(step == 0, 0.0, tl.minimum(tl.div_rn(tl.abs(high), step), E2M1_MAX))
-        low = tl.where(low_q == 0, 0.0, low)
-        high = tl.where(high_q == 0, 0.0, high)
-    low_m, low_t = _round_e2m1(low_q)
-    high_m, high_t = _round_e2m1(high_q)
-    return low_m, high_m, low_t, high_t, low, high
-
-
-@triton.jit
-def with_sign(magnitude, x):
-    return (bits(magnitude) | (bits(x) & SIGN)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def pack(low_total, high_total, low, high):
-    """Packed codes uint8 from the rounding sums of ``_round_e2m1`` and the signs of low and high.
-
-    A sum's mantissa counts steps from 6 (halves, ones or twos as its exponent is 149, 150 or 151): that count and twice
-    the exponent add up to the code modulo 8.
-    """
-    low_code = bits(low_total) + (bits(low_total) >> 22)
-    high_code = bits(high_total) + (bits(high_total) >> 22)
-    code = (low_code & 7) | ((high_code << 4) & 0x70) | ((bits(low) >> 28) & 8) | ((bits(high) >> 24) & 0x80)
-    # as 8-bit arithmetic LLVM's vectoriser gets it wrong (seen with triton 3.6: wrong codes from 4 blocks a thread up)
-    packed = tl.inline_asm_elementwise(
-        "{.reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410;}",
-        "=r,r,r,r,r", [code], dtype=tl.int8, is_pure=True, pack=4,
-    )  # fmt: skip
-    return packed.to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def is_fast(lowest, highest, FP32: tl.constexpr):
-    """Whether scales in [lowest, highest] allow FAST: see the module's docstring."""
-    if FP32:
-        fast = (lowest >= FAST_MIN) & (highest <= FAST_MAX_FP32)
-    else:
-        fast = (lowest >= FAST_MIN) & (highest <= FAST_MAX)
-    return fast
 
 
 @triton.jit
@@ -194,11 +41,11 @@ def _tile(x_ptr, out_ptr, codes_ptr, s8_ptr, scale, inside, QDQ: tl.constexpr, C
     mask = block < inside
     low, high = load_pairs(x_ptr, block, mask)
     s8, step = block_scale(block_top(low, high), scale, FAST)
-    low_m, high_m, low_t, high_t, low, high = magnitudes(low, high, step, FAST)
+    low_m, high_m, low_c, high_c, low, high = magnitudes(low, high, step, QDQ, FAST)
     if QDQ:
         store_pairs(out_ptr, block, with_sign(low_m * step, low), with_sign(high_m * step, high), mask)
     if CODES:
-        code = pack(low_t, high_t, low, high)
+        code = pack(low_c, high_c, low, high)
         tl.store(codes_ptr + (block[:, None] * 8 + tl.arange(0, 8)[None, :]), code, mask=mask[:, None])
         tl.store(s8_ptr + block, s8, mask=mask)
 
@@ -317,6 +164,18 @@ def amax_(xs: list[Tensor], groups: list[int], out: Tensor) -> None:
     )  # fmt: skip
 
 
+def shape(blocks: int, values: bool, codes: bool) -> tuple[int, int, int, int]:
+    """The grouped kernel's tile, warps, repeats and stages for weights of ``blocks`` 16-blocks on average."""
+    if codes:
+        return BOTH_SHAPE if values else PACK_SHAPE
+    return QDQ_SHAPE if blocks >= SMALL_BLOCKS else QDQ_SMALL_SHAPE
+
+
+def registers(major: int, values: bool) -> int | None:
+    """The register limit of the grouped kernel: on sm_90 packing takes 72 without, and 3 % longer."""
+    return 64 if major == 9 and not values else None
+
+
 def grouped_(
     xs: list[Tensor], amax: Tensor, groups: list[int], out: list[Tensor], codes: list[Tensor], s8: list[Tensor]
 ) -> None:
@@ -332,13 +191,14 @@ def grouped_(
     ]
     if not rows:
         return
-    tile, warps, repeat, stages = QDQ_SHAPE if not codes else BOTH_SHAPE if out else PACK_SHAPE
+    tile, warps, repeat, stages = shape(sum(row[4] for row in rows) // len(rows), bool(out), bool(codes))
+    limit = registers(torch.cuda.get_device_capability(amax.device)[0], bool(out))
     t = table.build(rows, tile * repeat, amax.device)
     x_type = xs[0].dtype
     grouped_kernel[(t.total,)](
         t.rows, t.tiles, amax, t.per_tensor, X=TYPES[x_type], OUT=TYPES[out[0].dtype if out else x_type],
         UNIFORM=t.tiles is None, QDQ=bool(out), CODES=bool(codes), ALIGNED=t.aligned, BLOCKS=tile,
-        REPEAT=repeat, STAGES=stages, SLOW=SLOW_BLOCKS, num_warps=warps, **NO_CONTRACTION,
+        REPEAT=repeat, STAGES=stages, SLOW=SLOW_BLOCKS, num_warps=warps, maxnreg=limit, **NO_CONTRACTION,
     )  # fmt: skip
 
 

@@ -1,70 +1,22 @@
-"""The front end: checks the arguments, then runs the Triton kernels on a CUDA GPU and ``reference.py`` elsewhere."""
+"""The front end: checks the arguments, then runs the Triton kernels on a CUDA GPU and ``reference.py`` elsewhere.
+
+Argument faults raise ValueError before any launch, on every device alike.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..nvfp4 import reference as nvfp4
-from ..nvfp4.frontend import check, check_scale, has_kernels
+from ..nvfp4.frontend import DTYPES, check, check_scale, has_kernels, is_eager
 from . import reference
+from .blocks import Selection, checked_index, order_of, prepare
 from .reference import Quantized
 
-
-@dataclass(frozen=True)
-class Blocks:
-    """The selected 16-blocks of K, prepared once for a device so that calls neither launch nor sync for them.
-
-    ``index`` int64 [S], the order of the residual's blocks; ``order`` int32 [K/16], they and then the others; ``listed``
-    is False when the blocks are the leading ones, so that ``order`` says nothing.
-    """
-
-    index: Tensor
-    order: Tensor
-    listed: bool
-
-    @classmethod
-    def of(cls, index: Tensor, k: int, *, leading: bool = False) -> Blocks:
-        """From int64 indices, distinct and below K/16; ``leading`` promises arange(S), as down_proj's blocks are."""
-        blocks = torch.arange(k // nvfp4.BLOCK, device=index.device)
-        place = blocks + index.numel()
-        place[index] = torch.arange(index.numel(), device=index.device)
-        return cls(index, place.argsort().to(torch.int32), not leading)
-
-    @classmethod
-    def prefix(cls, count: int, k: int, device: torch.device | str) -> Blocks:
-        """The ``count`` leading blocks."""
-        if not 0 <= count <= k // nvfp4.BLOCK:
-            raise ValueError(f"{count} leading blocks of a K of {k}")
-        return cls.of(torch.arange(count, device=device), k, leading=True)
-
-
-Selection = Tensor | Blocks | None
-
-
-def _prepare(blocks: Selection, k: int, device: torch.device) -> Blocks | None:
-    if blocks is None:
-        return None
-    found = blocks if isinstance(blocks, Blocks) else Blocks.of(blocks, k)
-    if found.order.numel() != k // nvfp4.BLOCK:
-        raise ValueError(f"blocks were prepared for K = {found.order.numel() * nvfp4.BLOCK}, not {k}")
-    if found.order.device != device:
-        raise ValueError(f"blocks are on {found.order.device}, x on {device}")
-    return found if found.index.numel() else None
-
-
-def _order(found: Blocks | None) -> tuple[Tensor | None, int]:
-    """The kernels' arguments: ``order`` where it is not the identity, and the number of residual blocks."""
-    if found is None:
-        return None, 0
-    return found.order if found.listed else None, found.index.numel()
-
-
-def _index(blocks: Selection) -> Tensor | None:
-    return blocks.index if isinstance(blocks, Blocks) else blocks
+MAX_K = 16384  # a row is one program's tile: 16 warps of 32 elements a thread
 
 
 def _kernels() -> ModuleType:
@@ -81,14 +33,13 @@ def _check_rows(x: Tensor, silu: bool) -> int:
     k = x.shape[1] // 2 if silu else x.shape[1]
     if k % nvfp4.BLOCK:
         raise ValueError(f"NVFP4 needs K to be a multiple of {nvfp4.BLOCK}, got {k} from x {tuple(x.shape)}")
-    if not 0 < k <= _kernels().MAX_K:
-        raise ValueError(f"row kernels serve K up to {_kernels().MAX_K}, got {k}")
+    if not 0 < k <= MAX_K:
+        raise ValueError(f"rows of K from {nvfp4.BLOCK} to {MAX_K} are served, got {k}")
     if x.stride(1) != 1:
         raise ValueError(f"x must be contiguous along K, got strides {x.stride()}")
     return k
 
 
-@torch.library.custom_op("megatron_quads::rac_qdq", mutates_args=())
 def _qdq(x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: bool) -> Tensor:
     k = x.shape[1] // 2 if silu else x.shape[1]
     out = x.new_empty((x.shape[0], k))
@@ -96,12 +47,14 @@ def _qdq(x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu
     return out
 
 
-@_qdq.register_fake
+_qdq_op = torch.library.custom_op("megatron_quads::rac_qdq", mutates_args=())(_qdq)
+
+
+@_qdq_op.register_fake
 def _(x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: bool) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2 if silu else x.shape[1]))
 
 
-@torch.library.custom_op("megatron_quads::rac_quantize", mutates_args=())
 def _quantize(
     x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: bool, swizzled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +77,10 @@ def _new_quantized(x: Tensor, count: int, silu: bool, swizzled: bool) -> tuple[T
     )
 
 
-@_quantize.register_fake
+_quantize_op = torch.library.custom_op("megatron_quads::rac_quantize", mutates_args=())(_quantize)
+
+
+@_quantize_op.register_fake
 def _(
     x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: bool, swizzled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,28 +90,34 @@ def _(
 def qdq_with_residual(x: Tensor, scale: Tensor | None, blocks: Selection, *, silu: bool = False) -> Tensor:
     """DQ(Q(x)) + DQ(Q(r_S)) of x [tokens, K]: see ``reference.qdq_with_residual``. ``scale`` None: each row's own.
 
-    With ``silu`` x is [gate | up] [tokens, 2 K] and its silu(gate) * up is quantised, one launch.
+    With ``silu`` x is [gate | up] [tokens, 2 K] and its silu(gate) * up is quantised, one launch. The static or
+    per-tensor scale is fp32 with one value, a per-token one [tokens, 1].
     """
+    k = _check_rows(x, silu)
+    flat = None if scale is None else check_scale(scale, x)
     if has_kernels(x.device):
-        k = _check_rows(x, silu)
-        found = _prepare(blocks, k, x.device)
-        flat = None if scale is None else check_scale(scale, x)
-        return _qdq(x, flat, *_order(found), silu)
+        run = _qdq if is_eager(x) else _qdq_op
+        return run(x, flat, *order_of(prepare(blocks, k, x.device)), silu)
+    index = checked_index(blocks, k, x.device)
     x = reference.silu_and_mul(x) if silu else x
-    return reference.qdq_with_residual(x, nvfp4.row_scale(x) if scale is None else scale, _index(blocks))
+    return reference.qdq_with_residual(x, nvfp4.row_scale(x) if scale is None else scale.float(), index)
 
 
 def quantize_with_residual(
     x: Tensor, scale: Tensor | None, blocks: Selection, *, silu: bool = False, swizzled: bool = False
 ) -> Quantized:
-    """Packed [Q(x) | Q(r_S)] of x [tokens, K], one read of x: see ``reference.quantize_with_residual``."""
-    if not has_kernels(x.device):
-        return reference.quantize_with_residual(x, scale, _index(blocks), silu=silu, swizzled=swizzled)
+    """Packed [Q(x) | Q(r_S)] of x [tokens, K], one read of x: see ``reference.quantize_with_residual``.
+
+    ``scale`` and ``silu`` as in ``qdq_with_residual``; ``swizzled`` gives the block scales in ``nvfp4.swizzle``'s order.
+    """
     k = _check_rows(x, silu)
-    found = _prepare(blocks, k, x.device)
-    order, count = _order(found)
     flat = None if scale is None else check_scale(scale, x)
-    return Quantized(*_quantize(x, flat, order, count, silu, swizzled))
+    if not has_kernels(x.device):
+        index = checked_index(blocks, k, x.device)
+        return reference.quantize_with_residual(x, scale, index, silu=silu, swizzled=swizzled)
+    order, count = order_of(prepare(blocks, k, x.device))
+    run = _quantize if is_eager(x) else _quantize_op
+    return Quantized(*run(x, flat, order, count, silu, swizzled))
 
 
 @torch.library.custom_op("megatron_quads::rac_grouped_gemm", mutates_args=())
@@ -204,14 +166,23 @@ def grouped_gemm(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Expert GEMM of packed activations and weights, the residual's weights read in place: ``reference.grouped_gemm``."""
-    if not has_kernels(q.codes.device):
-        return reference.grouped_gemm(
-            q, weight_codes, weight_block_scales, weight_scale, offsets, _index(blocks), dtype=dtype
+    """Expert GEMM of packed activations and weights, the residual's weights read in place: ``reference.grouped_gemm``.
+
+    ``offsets`` must not decrease, and end within the tokens: their values are not checked, that would need a host sync.
+    """
+    if weight_codes.dim() != 3 or q.codes.dim() != 2 or weight_codes.shape[2] % 8:
+        raise ValueError(
+            f"codes must be [tokens, K/2 + 8 S] and weight_codes [E, N, K/2], "
+            f"got {tuple(q.codes.shape)} and {tuple(weight_codes.shape)}"
         )
     experts, n, half = weight_codes.shape
-    found = _prepare(blocks, 2 * half, q.codes.device)
-    order, count = _order(found)
+    device = q.codes.device
+    native = has_kernels(device)
+    if native:
+        order, count = order_of(prepare(blocks, 2 * half, device))
+    else:
+        index = checked_index(blocks, 2 * half, device)
+        count = 0 if index is None else index.numel()
     wanted = {
         "codes": (q.codes, torch.uint8, (q.codes.shape[0], half + 8 * count)),
         "block_scales": (q.block_scales, torch.float8_e4m3fn, (q.codes.shape[0], half // 8 + count)),
@@ -219,14 +190,26 @@ def grouped_gemm(
         "weight_codes": (weight_codes, torch.uint8, (experts, n, half)),
         "weight_block_scales": (weight_block_scales, torch.float8_e4m3fn, (experts, n, half // 8)),
         "weight_scale": (weight_scale, torch.float32, (experts,)),
-        "offsets": (offsets, offsets.dtype, (experts + 1,)),
+        "offsets": (offsets, torch.int64 if offsets.dtype == torch.int64 else torch.int32, (experts + 1,)),
     }
     for name, (tensor, kind, shape) in wanted.items():
         if tensor.dtype != kind or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {kind} {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
-        if tensor.device != q.codes.device:
-            raise ValueError(f"{name} is on {tensor.device}, the activations on {q.codes.device}")
-    offsets = offsets.to(torch.int32)
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, the activations on {device}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
+    if not native:
+        return reference.grouped_gemm(q, weight_codes, weight_block_scales, weight_scale, offsets, index, dtype=dtype)
     return _grouped_gemm(
-        q.codes, q.block_scales, q.scale, weight_codes, weight_block_scales, weight_scale, offsets, order, count, dtype
+        q.codes,
+        q.block_scales,
+        q.scale,
+        weight_codes,
+        weight_block_scales,
+        weight_scale,
+        offsets.to(torch.int32),
+        order,
+        count,
+        dtype,
     )

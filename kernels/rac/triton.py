@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ..nvfp4.triton import (
+from ..nvfp4.device import (
     NO_CONTRACTION,
     SIX_E4M3_MAX,
     block_scale,
@@ -25,7 +25,6 @@ from ..nvfp4.triton import (
     with_sign,
 )
 
-MAX_K = 32768
 SLOW_BLOCKS = 16
 
 
@@ -54,8 +53,8 @@ def _load(x_ptr, order_ptr, row_blocks, first, end, ORDERED: tl.constexpr, SILU:
 
 
 @triton.jit
-def _store_codes(codes_ptr, column, low_t, high_t, low, high, mask):
-    code = pack(low_t, high_t, low, high)
+def _store_codes(codes_ptr, column, low_c, high_c, low, high, mask):
+    code = pack(low_c, high_c, low, high)
     tl.store(codes_ptr + (column[:, None] * 8 + tl.arange(0, 8)[None, :]), code, mask=mask[:, None])
 
 
@@ -75,19 +74,21 @@ def _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr
            RESIDUAL: tl.constexpr, CODES: tl.constexpr, SWIZZLED: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     """Quantise loaded blocks of a row, and (RESIDUAL) the residual of those placed below ``count``."""
     s8, step = block_scale(block_top(low, high), scale, FAST)
-    low_m, high_m, low_t, high_t, low, high = magnitudes(low, high, step, FAST)
+    VALUES: tl.constexpr = RESIDUAL or not CODES
+    low_m, high_m, low_c, high_c, low, high = magnitudes(low, high, step, VALUES, FAST)
     columns = row_blocks + count
     if CODES:
-        _store_codes(codes_ptr, block, low_t, high_t, low, high, mask)
+        _store_codes(codes_ptr, block, low_c, high_c, low, high, mask)
         _store_s8(s8_ptr, row, block, columns, s8, mask, SWIZZLED)
-    low_v, high_v = with_sign(low_m * step, low), with_sign(high_m * step, high)
+    if VALUES:
+        low_v, high_v = with_sign(low_m * step, low), with_sign(high_m * step, high)
     if RESIDUAL:
         chosen = mask & (place < count)
         low_r, high_r = low - low_v, high - high_v
         rest_s8, rest_step = block_scale(block_top(low_r, high_r), scale, FAST)
-        low_m, high_m, low_t, high_t, low_r, high_r = magnitudes(low_r, high_r, rest_step, FAST)
+        low_m, high_m, low_c, high_c, low_r, high_r = magnitudes(low_r, high_r, rest_step, not CODES, FAST)
         if CODES:
-            _store_codes(codes_ptr, row_blocks + place, low_t, high_t, low_r, high_r, chosen)
+            _store_codes(codes_ptr, row_blocks + place, low_c, high_c, low_r, high_r, chosen)
             _store_s8(s8_ptr, row, row_blocks + place, columns, rest_s8, chosen, SWIZZLED)
         else:
             low_v = tl.where(chosen[:, None], low_v + with_sign(low_m * rest_step, low_r), low_v)
@@ -154,7 +155,10 @@ def tiles(blocks: int, count: int) -> tuple[int, int, int]:
 
 
 def warps(tokens: int, blocks: int) -> int:
-    """32 elements a thread; half as many for a few rows, where latency is what counts."""
+    """32 elements a thread; half as many for a few rows, where latency is what counts.
+
+    Never more: with triton 3.6 a thread of 64 elements wrote wrong codes (cause not found), which is what bounds MAX_K.
+    """
     return max(1, min(16, blocks // (32 if tokens <= 512 else 64)))
 
 
@@ -183,6 +187,6 @@ def rows(
         x, x.stride(0), x if scale is None else scale, x if order is None else order, x if out is None else out,
         x if codes is None else codes, x if s8 is None else s8, x if scale_out is None else scale_out, k // 16, head,
         count, OWN_SCALE=scale is None, ROW_SCALE=scale is not None and scale.numel() > 1, ORDERED=order is not None,
-        SILU=silu, CODES=codes is not None, SWIZZLED=swizzled, HEAD=head_tile, TAIL=tail_tile, 
+        SILU=silu, CODES=codes is not None, SWIZZLED=swizzled, HEAD=head_tile, TAIL=tail_tile,
         SLOW=SLOW_BLOCKS, num_warps=warps(tokens, head_tile + tail_tile), **NO_CONTRACTION,
     )  # fmt: skip
