@@ -7,6 +7,7 @@ error line is what the user sees. Under torchrun or srun (RANK set) this module 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -18,9 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from .. import atomic
 from ..errors import QuadsError
 
 GRACE_S = 15.0
+LAUNCHER = "QUADS_LAUNCHER_PID"
 
 
 def free_port() -> int:
@@ -42,9 +45,22 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONUNBUFFERED": "1",
+        LAUNCHER: str(os.getpid()),
         # Megatron wants this on GPUs older than Blackwell, and it is harmless elsewhere
         "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
     }
+
+
+def end_with_launcher() -> None:
+    """In a rank started by ``run_ranks``: the kernel ends this process when the launcher dies, however it dies."""
+    launcher = int(os.environ.get(LAUNCHER, "0"))
+    if not launcher:
+        return
+    pr_set_pdeathsig = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != launcher:  # it died before the kernel was asked
+        os._exit(2)
 
 
 def _pump(stream: IO[bytes], log: Path, show: Callable[[str], None] | None) -> None:
@@ -62,7 +78,7 @@ def run_ranks(argv: Sequence[str], *, nproc: int, logs: Path, show: Callable[[st
 
     Raises QuadsError (with the failing rank's exit code) when any rank fails; the others are then ended.
     """
-    logs.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(logs)
     port = free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     pumps: list[threading.Thread] = []
@@ -86,6 +102,11 @@ def run_ranks(argv: Sequence[str], *, nproc: int, logs: Path, show: Callable[[st
         failed = _wait(ranks)
         for t in pumps:
             t.join(timeout=5)
+    except KeyboardInterrupt as e:
+        _end(ranks)
+        error = QuadsError("interrupted", where=str(logs), do="a run can be continued with --resume")
+        error.exit_code = 130
+        raise error from e
     except BaseException:
         _end(ranks)
         raise
@@ -133,10 +154,13 @@ def _error_of(rank: int, code: int, files: list[Path], starts: list[int]) -> Qua
         error = QuadsError(said[-1].removeprefix("quads: error: "))
         error.exit_code = code if code in (1, 2) else 2
         return error
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    tail = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    else:
+        tail = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+        how = f"ended with exit code {code}: {tail[:200]}"
     error = QuadsError(
-        f"rank {rank} {how}: {tail[:200]}",
+        f"rank {rank} {how}",
         where=str(files[rank]),
         do="read its log; a run can be continued with --resume",
     )

@@ -16,6 +16,15 @@ from .errors import QuadsError
 MARKER = "COMMITTED.json"
 
 
+def make_folder(path: str | Path) -> Path:
+    """Create ``path`` and its parents; QuadsError when that cannot be."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise QuadsError(f"cannot create folder: {e.strerror}", where=str(path), do="choose another folder") from e
+    return Path(path)
+
+
 def fsync_path(path: Path) -> None:
     """fsync a file or a folder."""
     fd = os.open(path, os.O_RDONLY)
@@ -75,8 +84,12 @@ def folder(target: str | Path, *, marker: dict[str, Any] | None = None) -> Itera
 
 def commit(aside: Path, target: Path) -> None:
     """fsync every file of ``aside`` and rename it over ``target`` (the old folder is moved away first, then removed)."""
+    mask = os.umask(0o077)
+    os.umask(mask)
     for root, _, files in os.walk(aside):
         for name in files:
+            # some writers make private files: a server under another account must read them
+            os.chmod(Path(root) / name, 0o666 & ~mask)
             fsync_path(Path(root) / name)
         fsync_path(Path(root))
     old = None

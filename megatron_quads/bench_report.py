@@ -140,7 +140,7 @@ def report(bench: Bench, out: Path) -> None:
         "method": __doc__.split("\n\n", 1)[1].replace("\n", " ").strip(),
         "rows": [asdict(r) for r in bench.rows],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(out.parent)
     atomic.write_json(out, value)
     title = f"{value['device']}, copy {bench.copy_gbps:.0f} GB/s, pure read {bench.read_gbps:.0f} GB/s"
     table = Table(title=title)

@@ -27,6 +27,9 @@ bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Model = Annotated[Path, typer.Option(help="Hugging Face checkpoint folder (Qwen3-MoE).")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace --out; the old one stays until the new is whole.")
+]
 Nproc = Annotated[int, typer.Option(help="Local ranks to start; ignored under torchrun and srun.", min=1)]
 
 
@@ -44,7 +47,9 @@ def _launch(
     show: Callable[[str], None] = print,
 ) -> None:
     from . import jobs
+    from .config import check_flags
 
+    check_flags(argv)  # before anything slow is imported
     jobs.launch(name, settings, argv, nproc=nproc, logs=logs, show=show)
 
 
@@ -112,6 +117,8 @@ def rl(
     with Screen() as screen:
         settings = {"rl": cfg.to_dict(), "resume": resume}
         _launch("rl", settings, ctx.args, nproc=nproc, logs=out / "logs", show=screen.line)
+    if "RANK" not in os.environ:
+        _report_run(out)
 
 
 @app.command(epilog=_epilog("quads compare runs/naive runs/qat runs/quads --out runs/table"))
@@ -138,9 +145,11 @@ def export(
     trainer_checkpoint: Annotated[
         Path | None, typer.Option(help="Take the weights from this trainer checkpoint.")
     ] = None,
+    overwrite: Overwrite = False,
     nproc: Nproc = 1,
 ) -> None:
     """Pack routed experts to ModelOpt NVFP4, with RAC metadata, from any parallel layout."""
+    _refuse_existing(out, overwrite=overwrite)
     settings = {
         "model": str(model),
         "out": str(out),
@@ -159,6 +168,7 @@ def calibrate(
     model: Model,
     prompts: Annotated[Path, typer.Option(help='JSONL, one {"prompt": "..."} or {"tokens": [...]} a line.')],
     out: Annotated[Path, typer.Option(help="Folder of the sorted checkpoint with RAC metadata.")],
+    overwrite: Overwrite = False,
     nproc: Nproc = 1,
 ) -> None:
     """Sort the experts' intermediate channels and choose the residual blocks, on calibration prompts."""
@@ -167,6 +177,7 @@ def calibrate(
     from .checkpoint.hf import read_model_config
     from .rl.tokenizer import load_tokenizer
 
+    _refuse_existing(out, overwrite=overwrite)
     hf = read_model_config(model)
     tokenizer = load_tokenizer(hf.path)
     tokens = _read_prompts(prompts, lambda t: tokenizer.encode(t), hf.max_position)
@@ -180,6 +191,7 @@ def calibrate(
             nproc=nproc,
             logs=_logs_beside(out),
         )
+    typer.echo(f"calibrated checkpoint: {out}")
 
 
 @app.command(epilog=_epilog("quads verify runs/quads"))
@@ -191,7 +203,7 @@ def verify(
     """Prove that the rollout's expert weights are the trainer's, bit for bit; exit 1 names the first that differs."""
     _refuse_launcher("quads verify")
     from . import jobs
-    from .proof.compare import audited_refits
+    from .proof.compare import audited_refits, require_sound_audit
     from .rl.metrics import read_rows
     from .rl.runfolder import RunFolder
 
@@ -204,7 +216,9 @@ def verify(
         )
     if not folder.audit.exists():
         raise QuadsError("audit.jsonl is missing", where=str(run), do="run it again")
-    refits, tensors, bits = audited_refits(read_rows(folder.audit))
+    rows = read_rows(folder.audit)
+    require_sound_audit(rows, step, folder.audit, may_differ=info["quads"]["recipe"] == "naive")
+    refits, tensors, bits = audited_refits(rows)
     typer.echo(f"during the run: {refits} refits audited, {tensors} expert tensors compared, {bits} mismatched bits")
     export_folder = folder.export if folder.export.exists() else folder.refit(step)
     settings = {
@@ -300,6 +314,22 @@ def _json_object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
+def _refuse_existing(out: Path, *, overwrite: bool) -> None:
+    if not overwrite and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise QuadsError("--out exists already", where=str(out), do="give --overwrite or choose another folder")
+
+
+def _report_run(out: Path) -> None:
+    """The last line of a finished run."""
+    from .rl.runfolder import RunFolder
+
+    folder = RunFolder(out)
+    status = json.loads((folder.path / "status.json").read_text())
+    if status["state"] == "done":
+        rewards = f"{status['reward_before']:.3f} -> {status['reward_after']:.3f}"
+        typer.echo(f"done: {status['step']} steps, held-out reward {rewards}; to serve: {folder.export}")
+
+
 def _refuse_used(out: Path, *, resume: bool) -> None:
     """Before any rank starts; the ranks check again under the folder's lock."""
     from .rl.runfolder import RunFolder
@@ -323,9 +353,11 @@ def _read_prompts(path: Path, encode: Callable[[str], list[int]], context: int) 
         ids = row["tokens"] if "tokens" in row else encode(row["prompt"]) if "prompt" in row else None
         if ids is None:
             raise QuadsError("neither prompt nor tokens", where=where, do='write {"prompt": "..."}')
-        if not ids or len(ids) > context:
+        if not ids:
+            raise QuadsError("the prompt has no tokens", where=where, do="remove it, or look at the tokenizer")
+        if len(ids) > context:
             raise QuadsError(
-                f"{len(ids)} tokens do not fit a context of 1..{context}",
+                f"{len(ids)} tokens do not fit a context of {context}",
                 where=where,
                 do="shorten or remove the prompt",
             )

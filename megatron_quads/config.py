@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,16 @@ class QuadsConfig:
     def from_args(cls, args: argparse.Namespace) -> QuadsConfig:
         """Build from a namespace that ``add_arguments`` filled."""
         return cls(**{f.name: getattr(args, f"quads_{f.name}") for f in dataclasses.fields(cls)})
+
+
+def check_flags(argv: Sequence[str]) -> None:
+    """QuadsError when a ``--quads-*`` value of a command line is not usable. Other options are left to Megatron."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    try:
+        found, _ = add_arguments(parser).parse_known_args(list(argv))
+    except argparse.ArgumentError as e:
+        raise QuadsError(e.message, where=e.argument_name or "command line", do="see README, Recipes and flags") from e
+    QuadsConfig.from_args(found)
 
 
 def flag(name: str) -> str:

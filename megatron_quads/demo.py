@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import jobs
+from . import atomic, jobs
 from .config import RECIPES
 from .errors import QuadsError
 from .proof.compare import compare
@@ -37,7 +37,7 @@ def run_demo(out: Path, *, arms: Sequence[str], seed: int, steps: int | None, np
         if not (out / "demo.json").exists():
             raise QuadsError("folder was not made by the demo", where=str(out), do="choose another --out")
         shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(out)
     (out / "demo.json").write_text(json.dumps({"arms": list(arms), "seed": seed}))
     started = time.monotonic()
     with Screen(stages=len(arms) + 2) as screen:

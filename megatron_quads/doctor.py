@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from . import atomic
 from .errors import QuadsError
 from .rac.metadata import SIDECAR, RacMetadata, load_sidecar
 
@@ -95,13 +96,17 @@ def _checkpoint(path: Path) -> tuple[str, str, bool]:
     if "rac" not in block:
         if sidecar is not None and block:
             return "RAC lost", f"{SIDECAR} is there but config.json has no rac block: export again", False
-        return "no RAC", "served W4A4 or unquantised, without compensation", True
+        if block:
+            return "NVFP4, no RAC", "served W4A4 without compensation", True
+        return "unquantised", "no NVFP4, no RAC", True
     try:
         rac = RacMetadata.from_block(block["rac"], where=str(file))
     except QuadsError as e:
         return "RAC damaged", str(e), False
     if sidecar is None or sidecar.content_hash != rac.content_hash:
         return "RAC inconsistent", f"config.json and {SIDECAR} differ: export again", False
+    if not atomic.is_committed(path):
+        return "RAC, unfinished", f"{atomic.MARKER} is missing: the export or a copy of it is not complete", False
     found, meaning, good = _plugin()
     if not good:
         return f"RAC {rac.content_hash[:12]}", f"NOT active here: plugin {found}: {meaning}", False

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import QuadsError
+from .launch.local import end_with_launcher
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,10 @@ def rl(job: Job) -> None:
         raise refused
     try:
         train(args, hf, quads, cfg, resume=resume)
+    except QuadsError:
+        if dist.get_rank() == 0 and not resume:
+            folder.abandon()
+        raise
     finally:
         folder.release()
 
@@ -252,6 +257,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
 def main() -> None:
     """Entry point of one local rank: ``python -m megatron_quads.jobs NAME JSON``."""
     logging.basicConfig(level=os.environ.get("QUADS_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    end_with_launcher()
     payload = json.loads(sys.argv[2])
     try:
         run(sys.argv[1], Job(payload["settings"], payload["argv"]))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 from megatron_quads import atomic, doctor, jobs
 from megatron_quads.cli import app
 from megatron_quads.config import QuadsConfig
-from megatron_quads.errors import QuadsError
+from megatron_quads.errors import MismatchError, QuadsError
 from megatron_quads.launch.local import run_ranks
-from megatron_quads.proof.compare import compare, summarise
+from megatron_quads.proof.compare import compare, require_sound_audit, summarise
 from megatron_quads.rac.metadata import SIDECAR, GemmSelection, LayerSelection, ModelShape, RacMetadata
 from megatron_quads.rl.runfolder import RunFolder
 
@@ -103,7 +104,7 @@ def test_prompt_files_are_checked_before_anything_starts(tiny_hf: Path, tmp_path
     prompts.write_text('{"prompt": "t5"}\nnonsense\n')
     assert f"{prompts}:2" in refused(quads(*words))
     prompts.write_text(json.dumps({"tokens": [5] * 10_000}))
-    assert f"10000 tokens do not fit a context of 1..512 [{prompts}:1]" in refused(quads(*words))
+    assert f"10000 tokens do not fit a context of 512 [{prompts}:1]" in refused(quads(*words))
     other = tmp_path / "llama"
     shutil.copytree(tiny_hf, other)
     config = json.loads((other / "config.json").read_text())
@@ -124,6 +125,12 @@ def test_a_run_folder_belongs_to_one_process(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(QuadsError, match="already holds a run"):
         RunFolder(tmp_path / "run").acquire(resume=False)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}')
+    RunFolder(tmp_path / "run").abandon()  # a run that began is never forgotten
+    assert (tmp_path / "run" / "run.json").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(QuadsError, match=r"cannot create folder: Not a directory"):
+        RunFolder(tmp_path / "file" / "run").acquire(resume=False)
 
 
 def metadata() -> RacMetadata:
@@ -140,6 +147,7 @@ def checkpoint(folder: Path, config_block: dict | None, sidecar: dict | None) ->
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     if sidecar:
         (folder / SIDECAR).write_text(json.dumps(sidecar))
+    (folder / atomic.MARKER).write_text("{}")
     return folder
 
 
@@ -149,6 +157,9 @@ def test_doctor_sees_a_checkpoint_that_would_lose_its_rac(tmp_path: Path, monkey
     assert not doctor.report(checkpoint(tmp_path / "lost", None, block))
     assert not doctor.report(checkpoint(tmp_path / "edited", {**block, "ratio": 0.25}, block))
     assert not doctor.report(checkpoint(tmp_path / "bare", block, None))
+    half = checkpoint(tmp_path / "half", block, block)
+    (half / atomic.MARKER).unlink()
+    assert not doctor.report(half)
     monkeypatch.setenv("VLLM_PLUGINS", "something_else")
     assert not doctor.report(tmp_path / "good")
 
@@ -191,9 +202,28 @@ def test_launcher_keeps_the_failing_ranks_code_and_line(tmp_path: Path) -> None:
         with pytest.raises(QuadsError, match=r"^bad shard \[x\]; fetch it$") as e:
             run_ranks([sys.executable, "-c", program.format(code=code)], nproc=2, logs=tmp_path)
         assert e.value.exit_code == code
+    with pytest.raises(QuadsError, match="cannot create folder: Not a directory"):
+        run_ranks([sys.executable, "-c", ""], nproc=1, logs=Path(__file__) / "logs")
     crash = f"import os,time\nif os.environ['RANK']=='0': os.kill(os.getpid(), {int(signal.SIGKILL)})\ntime.sleep(60)"
-    with pytest.raises(QuadsError, match="rank 0 was killed by SIGKILL"):
+    with pytest.raises(QuadsError, match=r"rank 0 was killed by SIGKILL \["):
         run_ranks([sys.executable, "-c", crash], nproc=2, logs=tmp_path)
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    rank = "import os,time\nfrom megatron_quads.launch.local import end_with_launcher\nend_with_launcher()\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(120)"
+    program = f"import sys\nfrom pathlib import Path\nfrom megatron_quads.launch.local import run_ranks\nrun_ranks([sys.executable, '-c', {rank!r}], nproc=2, logs=Path('logs'))"
+    launcher = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    files = [tmp_path / "0", tmp_path / "1"]
+    deadline = time.monotonic() + 60
+    while not all(f.exists() and f.read_text() for f in files):
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    pids = [int(f.read_text()) for f in files]
+    while any(Path(f"/proc/{p}/exe").exists() for p in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def fake_run(folder: Path, recipe: str, seed: int = 0) -> Path:
@@ -245,6 +275,37 @@ def test_compare_weighs_tokens_and_refuses_unlike_runs(tmp_path: Path) -> None:
     (b / "status.json").write_text(json.dumps({"state": "failed", "step": 1}))
     with pytest.raises(QuadsError, match="the run is failed"):
         compare([a, b], tmp_path / "table")
+
+
+def test_an_audit_must_be_whole_and_agree_with_itself(tmp_path: Path) -> None:
+    good = [
+        {"step": i, "tensors": 6, "tensors_differing": 0, "bits_mismatched": 0, "trainer": f"{i}", "rollout": f"{i}"}
+        for i in range(3)
+    ]
+    require_sound_audit(good, 2, tmp_path, may_differ=False)
+    differs = {**good[1], "tensors_differing": 1, "bits_mismatched": 9, "rollout": "x"}
+    require_sound_audit([good[0], differs, good[2]], 2, tmp_path, may_differ=True)
+    for rows, said in (
+        (good[:2], "refit 2 is missing"),
+        ([good[0], good[2]], "refit 1 is missing"),
+        ([good[0], {**good[1], "trainer": "x"}, good[2]], "refit 1: digests and counts"),
+        ([good[0], differs, good[2]], "refit 1 had 9 mismatched bits"),
+    ):
+        with pytest.raises(MismatchError, match=said):
+            require_sound_audit(rows, 2, tmp_path, may_differ=False)
+
+
+def test_outputs_are_not_replaced_unasked_and_flags_are_checked_first(tiny_hf: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").touch()
+    assert "--out exists already" in refused(quads("export", "--model", tiny_hf, "--out", out))
+    words = ("calibrate", "--model", tiny_hf, "--prompts", tmp_path / "p", "--out", out)
+    assert "--out exists already" in refused(quads(*words))
+    words = ("export", "--model", tiny_hf, "--out", tmp_path / "new")
+    assert "invalid float value" in refused(quads(*words, "--quads-rac-ratio", "half"))
+    assert "ratio nan is outside" in refused(quads(*words, "--quads-rac-ratio", "nan"))
+    assert not (tmp_path / "new.logs").exists()  # no rank was started
 
 
 def test_proofs_drop_the_layout_of_the_run() -> None:

@@ -107,6 +107,11 @@ def test_verify_passes_and_names_the_tensor_of_a_flipped_byte(finished: Path, tm
     bad = quads("verify", run, "--no-engine")
     assert bad.returncode == 1
     assert bad.stderr.strip().splitlines()[-1].startswith(f"quads: error: {name} differs")
+    flip_byte(run / "export" / "model.safetensors", name)  # whole again
+    name = "model.layers.0.self_attn.q_proj.weight"
+    flip_byte(run / "export" / "model.safetensors", name)
+    bad = quads("verify", run, "--no-engine")
+    assert bad.returncode == 1 and f"quads: error: {name} differs" in bad.stderr
 
 
 def flip_byte(file: Path, tensor: str) -> None:
@@ -134,6 +139,15 @@ def test_resume_gives_the_metrics_of_an_uninterrupted_run(base: Path, finished: 
     assert a == b
     last = [json.loads((p / "status.json").read_text()) for p in (run, finished)]
     assert last[0]["reward_after"] == last[1]["reward_after"]
+
+
+def test_a_run_refused_before_its_first_step_leaves_the_folder_free(base: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = quads(*rl(base, run, "--steps", "1", "--task", "nosuch"))
+    assert done.returncode == 2 and "unknown task 'nosuch'" in done.stderr
+    assert not (run / "run.json").exists()
+    again = quads(*rl(base, run, "--steps", "1", "--task", "neither"))
+    assert again.returncode == 2 and "unknown task 'neither'" in again.stderr
 
 
 def test_used_folder_and_changed_settings_are_refused(base: Path, finished: Path) -> None:

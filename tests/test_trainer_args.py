@@ -36,7 +36,7 @@ def hf(tiny_hf: Path) -> HFModel:
         (["--attention-dropout", "0.1"], 1, "0.1 contradicts 0.0"),
         (["--norm-epsilon", "1e-5"], 1, "1e-05 contradicts 1e-06"),
         (["--transformer-impl", "transformer_engine"], 1, "contradicts local"),
-        (["--expert-tensor-parallel-size", "8"], 8, "not 8 times a multiple of 16"),
+        (["--expert-tensor-parallel-size", "8"], 8, "not a multiple of 128"),
     ],
 )
 def test_bad_input_is_one_line(

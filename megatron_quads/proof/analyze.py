@@ -139,7 +139,7 @@ def analyze(
     analysis = Analysis(len(where), rows, errors.rows(hf.num_layers, quads.quantized_layers(hf.num_layers)))
     if dist.get_rank() == 0:
         out = Path(out)
-        out.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(out)
         atomic.write_json(out / "analyze.json", analysis.to_dict())
         plot(analysis, out / "analyze.png")
         show(analysis)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import atomic
-from ..errors import QuadsError
+from ..errors import MismatchError, QuadsError
 from ..rl.metrics import read_rows
 from ..rl.runfolder import RunFolder
 
@@ -45,6 +45,26 @@ def summarise(run: str | Path) -> dict[str, Any]:
 def audited_refits(rows: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
     """(refits, tensors compared, bits mismatched) of a run's audit.jsonl."""
     return len(rows), sum(r["tensors"] for r in rows), sum(r["bits_mismatched"] for r in rows)
+
+
+def require_sound_audit(rows: Sequence[dict[str, Any]], step: int, where: Path, *, may_differ: bool) -> None:
+    """The audit must hold every refit up to ``step``, its digests must say what its counts say, and none may differ.
+
+    MismatchError (exit code 1) names the first refit at fault; ``may_differ`` (recipe naive) allows counted differences.
+    """
+    for expected, row in enumerate(rows):
+        equal = row["trainer"] == row["rollout"]
+        if row["step"] != expected:
+            what = f"refit {expected} is missing from the audit (found {row['step']})"
+        elif equal != (row["tensors_differing"] == 0) or equal != (row["bits_mismatched"] == 0):
+            what = f"refit {expected}: digests and counts of the audit contradict each other"
+        elif not equal and not may_differ:
+            what = f"refit {expected} had {row['bits_mismatched']} mismatched bits"
+        else:
+            continue
+        raise MismatchError(what, where=str(where), do="do not trust this run: run it again")
+    if len(rows) <= step:
+        raise MismatchError(f"refit {len(rows)} is missing from the audit", where=str(where), do="run it again")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -81,7 +101,7 @@ def compare(runs: Sequence[str | Path], out: Path) -> list[dict[str, Any]]:
         raise QuadsError("no runs to compare", where="quads compare", do="give run folders")
     require_same_seeds(runs)
     rows = [summarise(r) for r in runs]
-    out.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(out)
     atomic.write_json(out / "compare.json", rows)
     plot(runs, rows, out / "compare.png")
     show(rows)

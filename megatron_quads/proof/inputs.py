@@ -30,7 +30,7 @@ def sample_for_analysis(folder: RunFolder, info: dict[str, Any], out: Path, sequ
     prompts = encode_prompts(
         problems, lambda t: tokenizer.encode(t), context=hf.max_position, max_tokens=rl["max_new_tokens"]
     )
-    out.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(out)
     exported = out / "rollout"
     settings = {"model": str(model), "out": str(exported), "trainer_checkpoint": None}
     jobs.launch("export", settings, jobs.without_layout(info["argv"]), nproc=1, logs=folder.logs)

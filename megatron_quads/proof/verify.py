@@ -1,7 +1,8 @@
 """``quads verify``: every expert weight that the rollout holds is, bit for bit, the weight the trainer multiplies with.
 
-Three readings of each tensor: the trainer's (its checkpoint, through the layers' own quantiser), the exported file's
-(dequantised here) and, with the engine, what vLLM holds after loading that file.
+Three readings of each expert weight: the trainer's (its checkpoint, through the layers' own quantiser), the exported
+file's (dequantised here) and, with the engine, what vLLM holds after loading that file. All other weights of the file
+are compared with the trainer's as stored.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from ..checkpoint.hf import HFModel, SafetensorsFolder, read_model_config
 from ..errors import MismatchError, QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
 from ..rl.refit import is_expert, tensor_digest
+
+EXPERTS_IN_FILE, REST_IN_FILE = "experts: trainer and exported file", "all else: trainer and exported file"
+EXPERTS_IN_VLLM = "experts: trainer and vLLM"
 
 
 def differing_bits(a: Tensor, b: Tensor) -> int:
@@ -47,30 +51,34 @@ def verify_export(
     Collective. Rank 0 prints counts; raises MismatchError (exit code 1) on every rank naming the first differing tensor.
     Recipe naive is expected to differ: it is counted and reported, and still an error (the mismatch is the finding).
     """
-    rows = {"trainer and exported file": [0, 0, 0]}
+    rows = {EXPERTS_IN_FILE: [0, 0, 0], REST_IN_FILE: [0, 0, 0]}
     first: str | None = None
     wanted: dict[str, str] = {}
     reader = SafetensorsFolder(export) if dist.get_rank() == 0 else None
     fault: QuadsError | None = None
     for name, tensor in iter_hf_tensors(chunks, hf, weights="compute"):
-        if reader is None or not is_expert(name) or fault is not None:
+        if reader is None or fault is not None:
             continue
-        mine = tensor.detach().cpu()
-        wanted[name] = tensor_digest(mine)
+        mine, expert = tensor.detach().cpu(), is_expert(name)
         try:
-            bits = differing_bits(mine, stored_weight(reader, name, mine.dtype))
+            if expert:
+                wanted[name] = tensor_digest(mine)
+                bits = differing_bits(mine, stored_weight(reader, name, mine.dtype))
+            else:
+                stored = reader.get(name)
+                bits = differing_bits(mine.to(stored.dtype), stored)
         except (QuadsError, ValueError) as e:
             fault = (
                 e if isinstance(e, QuadsError) else MismatchError(f"{name}: {e}", where=str(export), do="export again")
             )
             continue
-        row = rows["trainer and exported file"]
+        row = rows[EXPERTS_IN_FILE if expert else REST_IN_FILE]
         row[0], row[1], row[2] = row[0] + 1, row[1] + (bits > 0), row[2] + bits
         if bits and first is None:
             first = name
     if reader is not None and fault is None and engine:
         row, differing = _ask_engine(export, wanted, dtype, logs)
-        rows["trainer and vLLM"] = row
+        rows[EXPERTS_IN_VLLM] = row
         first = first or differing
     if reader is not None and fault is None:
         _print(rows)
@@ -101,7 +109,7 @@ def _ask_engine(export: Path, wanted: dict[str, str], dtype: torch.dtype, logs: 
 
 
 def _print(rows: dict[str, list[int]]) -> None:
-    table = Table("compared", "expert tensors", "differ", "mismatched bits")
+    table = Table("compared", "tensors", "differ", "mismatched bits")
     for name, (tensors, differ, bits) in rows.items():
-        table.add_row(name, str(tensors), str(differ), "see above" if bits < 0 else str(bits))
+        table.add_row(name, str(tensors), str(differ), "by digest" if bits < 0 else str(bits))
     Console().print(table)

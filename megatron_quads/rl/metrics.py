@@ -101,7 +101,7 @@ class MetricsWriter:
             raise QuadsError(
                 "metrics of another run", where=str(self.path), do="choose another folder or resume the run"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(self.folder)
         if resume_step is not None:
             truncate_rows(self.path, resume_step)
         purge = None if resume_step is None else resume_step + 1

@@ -67,7 +67,7 @@ class RunFolder:
 
     def acquire(self, *, resume: bool) -> None:
         """Lock the folder for this process. Raises QuadsError when it is in use, or holds a run and resume is off."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(self.path)
         lock = open(self.path / ".lock", "a+")  # noqa: SIM115 - held for the life of the run
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,6 +87,11 @@ class RunFolder:
             )
         if resume and not (self.path / "run.json").exists():
             raise QuadsError("nothing to resume: no run.json", where=str(self.path), do="start without --resume")
+
+    def abandon(self) -> None:
+        """Forget a new run that was refused before its first step, so that the mended command can use the folder."""
+        if not self.metrics.exists() and self.latest_step() is None:
+            (self.path / "run.json").unlink(missing_ok=True)
 
     def release(self) -> None:
         """Give the folder back."""
@@ -115,7 +120,12 @@ class RunFolder:
 
     def append(self, file: Path, row: dict[str, Any]) -> None:
         """Append one row and flush it to the disk."""
-        with open(file, "a") as f:
-            f.write(json.dumps(row) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        try:
+            with open(file, "a") as f:
+                f.write(json.dumps(row) + "\n")
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError as e:
+            raise QuadsError(
+                f"cannot write: {e.strerror}", where=str(file), do="free space, then resume the run"
+            ) from e

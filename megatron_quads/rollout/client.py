@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from .. import atomic
 from ..checkpoint.hf import read_model_config
 from ..errors import QuadsError
 from .types import ACTIVATION_MODES, RolloutInfo, Sample, merge_infos, require_fit
@@ -97,7 +98,7 @@ class LocalRollout:
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         self._lifeline, child_lifeline = socket.socketpair()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(self.log.parent)
         env = {**engine_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         try:
             with open(self.log, "ab") as log:

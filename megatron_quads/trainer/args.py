@@ -194,7 +194,7 @@ def _require_runnable(args: argparse.Namespace, quads: QuadsConfig, hf: HFModel)
         shards = etp if name == "down_proj" else 1
         if k % (BLOCK * shards):
             raise QuadsError(
-                f"K = {k} of every expert's {name} is not {shards} times a multiple of {BLOCK}",
+                f"K = {k} of every expert's {name} is not a multiple of {BLOCK * shards}",
                 where=str(hf.path),
                 do="NVFP4 needs whole blocks of 16 on each rank: choose another model or a smaller expert TP",
             )
