@@ -296,6 +296,17 @@ def bench_kernels(
     kernels(out)
 
 
+@bench.command("train", epilog=_epilog("quads bench train --out train_h200.json"))
+def bench_train(
+    out: Annotated[Path, typer.Option(help="JSON file.")] = Path("train.json"),
+    layers: Annotated[int, typer.Option(help="Layers of the Qwen3-30B-A3B shape.", min=1)] = 8,
+) -> None:
+    """Time a training step with and without quantised experts; needs a GPU with Transformer Engine."""
+    from .bench_train import train
+
+    train(out, layers=layers)
+
+
 def _refuse_launcher(command: str) -> None:
     """Proofs start an engine of their own once: not once per rank."""
     if "RANK" in os.environ:

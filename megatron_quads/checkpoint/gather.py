@@ -106,7 +106,7 @@ def _value(unit: Unit, held: Held, weights: Weights) -> Tensor:
         return held.parameter.detach()
     from ..trainer.experts import compute_weight
 
-    value = compute_weight(held.module).detach()
+    value = compute_weight(held.module, held.parameter).detach()
     if value.shape != held.parameter.shape or value.dtype != held.parameter.dtype:
         raise QuadsError(
             f"compute weight is {value.dtype} {list(value.shape)}, the parameter {held.parameter.dtype}",

@@ -56,6 +56,9 @@ _LAYER = {
 }
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.weight")
 _EXPERT_NAME = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)")
+# with Transformer Engine: one module for all local experts, and the norm before attention inside the QKV layer
+_GROUPED_NAME = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\.linear_(fc1|fc2)\.weight(\d+)")
+_FUSED_NORM = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.linear_qkv\.layer_norm_weight")
 _TOP = {
     "embedding.word_embeddings.weight": "embedding",
     "decoder.final_layernorm.weight": "final_layernorm",
@@ -104,6 +107,10 @@ def unit_key(name: str, *, layer_of: Sequence[int], first_expert: int, hf: HFMod
     if name in _TOP:
         key = _TOP[name]
         return "tied_output" if key == "output" and hf.tie_word_embeddings else key
+    if grouped := _GROUPED_NAME.fullmatch(name):
+        return f"{layer_of[int(grouped[1])]}.{first_expert + int(grouped[3])}.{grouped[2]}"
+    if norm := _FUSED_NORM.fullmatch(name):
+        return f"{layer_of[int(norm[1])]}.input_layernorm"
     if found := _LAYER_NAME.fullmatch(name):
         layer, inner = layer_of[int(found[1])], found[2]
         if inner in _LAYER:
@@ -113,7 +120,7 @@ def unit_key(name: str, *, layer_of: Sequence[int], first_expert: int, hf: HFMod
     raise QuadsError(
         "parameter has no counterpart in a Hugging Face Qwen3-MoE checkpoint",
         where=name,
-        do="build the model with the local spec (SequentialMLP) and without biases, shared experts or adapters",
+        do="build the model without biases, shared experts or adapters",
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..config import QuadsConfig
 from ..errors import QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
+from ..te.install import compute_weight as installed_weight
 
 Kind = Literal["fc1", "fc2"]
 
@@ -128,13 +129,14 @@ def expert_linears(chunks: Sequence[nn.Module]) -> list[ExpertLinear]:
     return out
 
 
-def compute_weight(module: nn.Module) -> Tensor:
-    """What a linear layer's GEMM multiplies with: DQ(Q(weight)) for quantised experts, else the weight itself."""
-    if isinstance(module, _QuantizedExpert):
+def compute_weight(module: nn.Module, parameter: Tensor | None = None) -> Tensor:
+    """What a linear layer's GEMM multiplies with for ``parameter`` (default ``weight``): DQ(Q(.)) in experts, or itself."""
+    if isinstance(module, _QuantizedExpert) and module.quantized:
         return module.compute_weight()
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight
+    if parameter is None:
+        assert isinstance(module.weight, Tensor)
+        parameter = module.weight
+    return installed_weight(module, parameter)
 
 
 @contextlib.contextmanager

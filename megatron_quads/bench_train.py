@@ -1,0 +1,176 @@
+"""``quads bench train``: a step of Megatron's trainer with and without quantised experts, on one GPU.
+
+Both arms are the same model with the recipe switched on and off, step by step in turn, so that clocks and routing are
+the same. A step is Megatron's schedule over the micro-batches, DDP with the distributed optimizer, and the optimizer.
+``qdq_ms`` is the time of amax and DQ(Q(.)) of all local experts, measured alone on the same weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import atomic
+from .config import QuadsConfig
+from .errors import QuadsError
+from .te import single
+from .te.arguments import TE_CUSTOM_RECIPE
+
+GIB = 1 << 30
+# Qwen3-30B-A3B; 16 experts: what one GPU holds under EP8, with as many routed tokens as there
+_MODEL = {"hidden": 2048, "heads": 32, "groups": 4, "head_dim": 128, "topk": 8, "inner": 768, "vocab": 32768}
+_BATCH = {"sequence": 4096, "tokens": 8192}
+
+
+@dataclass
+class Row:
+    """One arm of one configuration. ``ratio``: step time over BF16's, median of pairs."""
+
+    config: str
+    arm: str
+    step_ms: float
+    qdq_share: float
+    peak_gib: float
+    qdq_ms: float = 0.0
+    ratio: float = 1.0
+
+
+def train(out: Path, *, layers: int = 8, pairs: int = 8, seconds: float = 20.0) -> None:
+    """Run all configurations; write ``out`` after each one. QuadsError without a GPU or Transformer Engine.
+
+    ``pairs``: of steps for each configuration, fewer (3 at least) when they take longer than ``seconds``.
+    """
+    if not torch.cuda.is_available():
+        raise QuadsError("no CUDA GPU", where="quads bench train", do="run it on a machine with one")
+    from .te.arguments import require_te
+
+    version = require_te("substitute")
+    single.start()
+    rows: list[Row] = []
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformer_engine": str(version)}
+    for experts in (16, 128):
+        for row in _model(experts, layers, pairs, seconds, version >= TE_CUSTOM_RECIPE):
+            rows.append(row)
+            print(json.dumps(asdict(row)), flush=True)
+            atomic.write_json(out, {**about, "rows": [asdict(r) for r in rows]})
+    single.finish()
+
+
+def _model(experts: int, layers: int, pairs: int, seconds: float, with_recipe: bool) -> Iterator[Row]:
+    from .patches import megatron_te, registry
+    from .te.install import install
+
+    registry.apply((megatron_te.OUTPUT_LAYER,))
+    shape = single.Shape(layers=layers, experts=experts, **_MODEL, **_BATCH)
+    model = single.build(
+        shape, gradient_accumulation_fusion=True, moe_permute_fusion=True, moe_router_dtype="fp32",
+        bias_activation_fusion=True,
+    )  # fmt: skip
+    training = single.Training(model, shape, lr=1e-6)
+    cases = [(n, recompute) for recompute in (False, True) for n in (1, 8)]
+    peaks = [_peak(training, n, recompute) for n, recompute in cases]
+    for hook in ("substitute", "recipe") if with_recipe else ("substitute",):
+        for module in model.modules():
+            module.__dict__.pop("quads_weights", None)
+        done = install([training.model], QuadsConfig(recipe="qat"), hook=hook)
+        switch = Switch(training.model, hook)
+        for (n, recompute), base_peak in zip(cases, peaks, strict=True):
+            if hook == "recipe" and (recompute or experts != 128):
+                continue
+            name = f"{experts} experts, {layers} layers, {n} x {shape.tokens} tokens, recompute {'on' if recompute else 'off'}"
+            peak = _peak(training, n, recompute)
+            qdq = _qdq_ms(done.groups)
+            plain, quads = _paired(training, switch, n, pairs, seconds)
+            ratio = statistics.median(q / p for p, q in zip(plain, quads, strict=True))
+            base, mine = statistics.median(plain), statistics.median(quads)
+            yield Row(name, f"bf16 (beside {hook})", round(base, 3), 0.0, round(base_peak, 2))
+            yield Row(name, f"quads ({hook})", round(mine, 3), round(qdq / mine, 5), round(peak, 2),
+                      round(qdq, 3), round(ratio, 5))  # fmt: skip
+        switch.set(False)
+    training.close()
+    del training, model, done, switch, module
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+class Switch:
+    """Turns an installed recipe off and on."""
+
+    def __init__(self, model: Any, hook: str) -> None:
+        self.hook = hook
+        self.modules = [m for m in model.modules() if getattr(m, "quads_weights", None) is not None]
+        self.params = [getattr(m, "te_quant_params", None) for m in self.modules]
+
+    def set(self, on: bool) -> None:
+        """Both arms keep the same memory."""
+        for module, params in zip(self.modules, self.params, strict=True):
+            if self.hook == "substitute":
+                module.quads_weights.substituted = on
+            else:
+                module.te_quant_params = params if on else None
+
+
+def _recompute(training: single.Training, on: bool) -> None:
+    config = training.config
+    config.recompute_granularity = "full" if on else None
+    config.recompute_method, config.recompute_num_layers = ("uniform", 1) if on else (None, None)
+
+
+def _peak(training: single.Training, n: int, recompute: bool) -> float:
+    _recompute(training, recompute)
+    training.step(list(range(n)))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    training.step(list(range(n)))
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / GIB
+
+
+def _timed(training: single.Training, n: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    training.step(list(range(n)))
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _paired(
+    training: single.Training, switch: Switch, n: int, pairs: int, seconds: float
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of plain and quantised steps, in turn; the first pair warms up."""
+    plain: list[float] = []
+    quads: list[float] = []
+    begin = time.monotonic()
+    for pair in range(pairs + 1):
+        if pair > 3 and time.monotonic() - begin > seconds:
+            break
+        for on in (False, True) if pair % 2 else (True, False):
+            switch.set(on)
+            (quads if on else plain).append(_timed(training, n))
+    switch.set(True)
+    return plain[1:], quads[1:]
+
+
+def _qdq_ms(groups: Any, repeats: int = 7) -> float:
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        for group in groups:
+            group.invalidate()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for group in groups:
+            group.refresh_only()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,184 @@
+"""Flags of the quantised trainer for models that Megatron builds, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from typing import Any
+
+from packaging.version import Version
+
+from ..config import QuadsConfig, add_arguments
+from ..errors import QuadsError
+from ..kernels.nvfp4 import BLOCK
+
+TE = "transformer-engine"
+TE_OLDEST = Version("2.14")  # GroupedLinear takes its weights from a method that can be overridden
+TE_CUSTOM_RECIPE = Version("2.19")  # IdentityQuantizer: a recipe can leave activations and gradients alone
+
+HOOKS = ("substitute", "recipe")
+CACHES = ("copy", "transient")
+
+# name of the argument and of the model config's field, its flag, what the matter is, the remedy
+_REFUSED = (
+    ("fp8", "--fp8-format", "Megatron's own FP8 recipe would quantise the experts a second way", "leave it out"),
+    ("fp4", "--fp4-format", "Megatron's own FP4 recipe would quantise the experts a second way", "leave it out"),
+    ("fp8_param_gather", "--fp8-param-gather", "parameters must stay in high precision", "leave it out"),
+    ("fp4_param_gather", "--fp4-param-gather", "parameters must stay in high precision", "leave it out"),
+    ("moe_single_grouped_weight", "--moe-single-grouped-weight", "experts' weights must be separate", "leave it out"),
+    ("delay_wgrad_compute", "--delay-wgrad-compute", "the delayed weight gradient misses the parameter", "leave it out"),
+    (
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "the delayed weight gradient misses the parameter",
+        "leave it out",
+    ),
+    (
+        "use_transformer_engine_op_fuser",
+        "--use-transformer-engine-op-fuser",
+        "fused operations read the parameters directly, unquantised",
+        "leave it out",
+    ),
+    ("use_megatron_fsdp", "--use-megatron-fsdp", "sharded parameters are not supported", "use the distributed optimizer"),
+    ("use_torch_fsdp2", "--use-torch-fsdp2", "sharded parameters are not supported", "use the distributed optimizer"),
+    ("use_kitchen", "--use-kitchen", "Kitchen's layers are not supported", "leave it out"),
+)  # fmt: skip
+
+
+def add_quads_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron ``extra_args_provider``: the recipe's flags, and those of the trainer that applies it."""
+    add_arguments(parser)
+    group = parser.add_argument_group(title="quads trainer")
+    group.add_argument(
+        "--quads-weight-cache", choices=CACHES, default="copy",
+        help="copy: keep DQ(Q(W)) of the local experts for the whole step (one copy of them); transient: keep only the "
+        "amax and compute it at every use (no copy with recomputed experts, more time)",
+    )  # fmt: skip
+    group.add_argument(
+        "--quads-weight-hook", choices=HOOKS, default="substitute",
+        help="substitute: the layer's GEMM is given the quantised weights; recipe: a Transformer Engine CustomRecipe "
+        f"(needs {TE} >= {TE_CUSTOM_RECIPE})",
+    )  # fmt: skip
+    group.add_argument(
+        "--quads-debug", action="store_true", help="compare every use of a kept weight with a fresh one; slow"
+    )
+    return parser
+
+
+def refuse_settings(settings: Any) -> None:
+    """QuadsError for the first setting of an argument namespace or a model config that the trainer cannot honour."""
+    for name, flag, what, remedy in _REFUSED:
+        if getattr(settings, name, None):
+            raise QuadsError(what, where=flag, do=remedy)
+    if getattr(settings, "expert_gtp_weight_remat_size", 1) > 1:
+        raise QuadsError(
+            "experts' weights may not be gathered on use",
+            where="--expert-tensor-parallel-num-weight-shards",
+            do="leave it out",
+        )
+    if getattr(settings, "cuda_graph_impl", "none") != "none" and _captures_experts(settings):
+        raise QuadsError(
+            "a CUDA graph of the experts would replay without looking at the weights",
+            where="--cuda-graph-impl",
+            do="add --cuda-graph-modules attn",
+        )
+
+
+def _captures_experts(settings: Any) -> bool:
+    modules = getattr(settings, "cuda_graph_modules", None) or []
+    names = {getattr(m, "name", str(m)) for m in modules}
+    return not names or not names <= {"attn", "moe_router", "moe_preprocess", "mamba"}
+
+
+def refuse_arguments(args: argparse.Namespace, quads: QuadsConfig) -> None:
+    """QuadsError, with the flag and the remedy, for what ``args`` (parsed, not yet validated by Megatron) cannot run.
+
+    Recipes without a quantised trainer pass, but fp8.
+    """
+    if quads.recipe == "fp8":
+        raise QuadsError(
+            "fp8 training is Megatron's own recipe", where="--quads-recipe", do="use bf16 with Megatron's --fp8-format"
+        )
+    if not quads.quantized_trainer:
+        return
+    if not args.num_experts:
+        raise QuadsError(
+            f"recipe {quads.recipe!r} quantises routed experts, this model is dense",
+            where="--num-experts",
+            do="use --quads-recipe bf16",
+        )
+    refuse_settings(args)
+    quads.quantized_layers(args.num_layers or 0)
+    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if etp is None:
+        if tp > 1:
+            raise QuadsError(
+                f"not given, and Megatron sets it to the tensor parallel size, {tp}: that splits every expert",
+                where="--expert-tensor-parallel-size",
+                do=f"give 1 (whole experts) or {tp}",
+            )
+        etp = 1
+    inner = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    shards: tuple[tuple[str, int | None, int], ...] = (
+        ("--hidden-size", args.hidden_size, 1),
+        ("--moe-ffn-hidden-size", inner, etp),
+    )
+    for flag, k, parts in shards:
+        if k is not None and k % (BLOCK * parts):
+            over = f" over {parts} expert tensor parallel ranks" if parts > 1 else ""
+            raise QuadsError(
+                f"{k}{over} is not a multiple of {BLOCK}", where=flag, do="NVFP4 needs whole blocks: change the size"
+            )
+    if args.quads_weight_cache == "transient" and not recomputes_experts(args):
+        raise QuadsError(
+            "without recomputed experts every layer's values wait for the backward pass: that is a copy again",
+            where="--quads-weight-cache transient",
+            do="add --recompute-granularity selective --recompute-modules moe",
+        )
+    refuse_activations(quads)
+    if getattr(args, "transformer_impl", None) == "transformer_engine" or args.quads_weight_hook == "recipe":
+        require_te(args.quads_weight_hook)
+
+
+def refuse_activations(quads: QuadsConfig) -> None:
+    """Only a per-token scale is the same for every split of the tokens."""
+    if quads.quantized_trainer_activations and quads.activation_scale != "token":
+        raise QuadsError(
+            f"recipe symmetric has no {quads.activation_scale} scale in this trainer",
+            where="--quads-activation-scale",
+            do="use token",
+        )
+
+
+def recomputes_experts(args: argparse.Namespace) -> bool:
+    """Whether the experts' forward pass is repeated right before their backward pass."""
+    if args.recompute_granularity == "full":
+        return True
+    return args.recompute_granularity == "selective" and "moe" in (args.recompute_modules or [])
+
+
+def te_version() -> Version | None:
+    """Of the installed Transformer Engine, None without one."""
+    try:
+        return Version(importlib.metadata.version(TE).split("+")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def require_te(hook: str) -> Version:
+    """QuadsError when Transformer Engine is missing or too old for the hook."""
+    found = te_version()
+    oldest = TE_CUSTOM_RECIPE if hook == "recipe" else TE_OLDEST
+    if found is None:
+        raise QuadsError(
+            f"{TE} is not installed",
+            where="--transformer-impl transformer_engine",
+            do=f"install {TE}[pytorch]>={TE_CUSTOM_RECIPE}, or use --transformer-impl local",
+        )
+    if found < oldest:
+        where = "--quads-weight-hook recipe" if hook == "recipe" else TE
+        remedy = f"install {TE}[pytorch]>={oldest}"
+        if hook == "recipe" and found >= TE_OLDEST:
+            remedy += ", or use --quads-weight-hook substitute"
+        raise QuadsError(f"{TE} {found} is too old: {oldest} is needed", where=where, do=remedy)
+    return found
