@@ -56,12 +56,16 @@ def check(x: Tensor, name: str = "x") -> None:
 
 
 def check_scale(scale: Tensor, x: Tensor) -> Tensor:
-    """The FP32 scale, flat: one value, or one for each row of x. ValueError when it is neither."""
-    rows = x.shape[:-1].numel()
-    if scale.numel() not in (1, rows) or (scale.numel() > 1 and scale.shape[-1] != 1):
-        raise ValueError(f"scale must hold one value or be [..., 1] for x {tuple(x.shape)}, got {tuple(scale.shape)}")
-    if scale.numel() > 1 and scale.shape[:-1] != x.shape[:-1]:
-        raise ValueError(f"scale {tuple(scale.shape)} does not match the rows of x {tuple(x.shape)}")
+    """The FP32 scale, flat: one value, or one for each row of x. ValueError unless it holds one value or broadcasts to [..., 1]."""
+    rows = (*x.shape[:-1], 1)
+    if scale.numel() != 1:
+        if scale.dim() != x.dim() or scale.shape[-1] != 1:
+            raise ValueError(
+                f"scale must hold one value or be [..., 1] for x {tuple(x.shape)}, got {tuple(scale.shape)}"
+            )
+        if any(a not in (1, b) for a, b in zip(scale.shape, rows, strict=True)):
+            raise ValueError(f"scale {tuple(scale.shape)} does not match the rows of x {tuple(x.shape)}")
+        scale = scale.expand(rows)
     if scale.device != x.device:
         raise ValueError(f"x is on {x.device} but its scale on {scale.device}")
     return scale.float().reshape(-1).contiguous()
