@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import cli_launch
 from .errors import QuadsError
 
 MEGATRON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+cli_launch.register(app)
 
 Model = Annotated[Path, typer.Option(help="Hugging Face checkpoint folder (Qwen3-MoE).")]
 Overwrite = Annotated[
@@ -388,7 +390,9 @@ def main() -> None:
     try:
         app()
     except QuadsError as e:
-        print(f"quads: error: {e}", file=sys.stderr)
+        print(f"quads: error: {e}", file=sys.stderr, flush=True)
+        if "RANK" in os.environ:
+            os._exit(e.exit_code)  # a peer may wait in a collective: leave without destroying the process group
         sys.exit(e.exit_code)
 
 

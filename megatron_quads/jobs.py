@@ -44,6 +44,9 @@ def launch(
         raise KeyError(name)
     if "RANK" in os.environ:
         run(name, Job(settings, list(argv)))
+        from .trainer import runtime
+
+        runtime.shutdown()
         return
     from .launch.local import run_ranks
 

@@ -39,7 +39,7 @@ class RLConfig:
     context: int | None = None
     """Longest prompt plus response; None takes the model's."""
     rollout: str = "local"
-    """``local`` (vLLM in a child process of rank 0) or the URL of a vLLM server."""
+    """``local`` (vLLM in a child process of rank 0), the URL of a vLLM server, or ``launch`` (``quads submit``'s)."""
     wandb_project: str | None = None
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
 

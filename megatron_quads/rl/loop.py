@@ -7,7 +7,9 @@ Version N of the weights is what N optimizer steps made: step N + 1 samples from
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from ..rollout.types import Rollout
 from ..trainer.model import build
 from ..trainer.trainer import Trainer
 from .config import RLConfig
+from .control import Control, StopRequested
 from .data import encode_prompts, rollout_batch, score_samples, step_prompts
 from .loss import group_advantages, grpo_loss
 from .metrics import MetricsWriter, gap_metrics, masked_mean, rollout_metrics, truncate_rows
@@ -34,9 +37,13 @@ SAMPLES_KEPT = 4
 
 
 def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool) -> dict[str, Any]:
-    """Run (or resume) ``cfg.steps`` GRPO steps; returns rewards before and after and the totals, on every rank."""
-    with Session(args, hf, quads, cfg, resume=resume) as s:
-        before = s.before if s.before is not None else s.evaluate()
+    """Run (or resume) ``cfg.steps`` GRPO steps; returns rewards before and after, on every rank.
+
+    When the launcher asks for it, the run saves and ends between two steps (or while it waits for a rollout): nothing
+    is returned then, and ``--resume`` goes on.
+    """
+    with contextlib.suppress(StopRequested), Session(args, hf, quads, cfg, resume=resume) as s:
+        s.before = s.before if s.before is not None else s.evaluate()
         for step in range(s.start, cfg.steps):
             started = time.monotonic()
             batch, rollout_stats = s.sample(step)
@@ -48,8 +55,9 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
             update = s.update(step, batch)
             mismatch = s.refit(step + 1)
             row = {**gap, **rollout_stats, **update, **mismatch, "entropy": masked_mean(entropy, batch["mask"])}
-            s.finish_step(step + 1, {**row, "step_s": time.monotonic() - started}, before)
-        return s.close_run(before, s.evaluate())
+            s.finish_step(step + 1, {**row, "step_s": time.monotonic() - started})
+        return s.close_run(s.evaluate())
+    return {}
 
 
 class Session:
@@ -65,7 +73,8 @@ class Session:
         self.rollout: Rollout | None = None
         self.writer: MetricsWriter | None = None
         self.before: float | None = None
-        self.start = 0
+        self.start = self.completed = 0  # completed: steps whose row is written and whose weights the trainer holds
+        self.control = Control.from_environment()
         # a fault in the data must show before anything slow starts
         self.task = make_task(cfg.task, cfg.task_config, seed=0)
         self.tokenizer = load_tokenizer(hf.path)
@@ -88,18 +97,46 @@ class Session:
                 self.writer = MetricsWriter(
                     self.folder.path, resume_step=resumed, wandb_project=self.cfg.wandb_project, config=config
                 )
-                self.rollout = self.refitter.start_rollout(self.cfg, self.start, context=self.context)
-                self.folder.write_status("running", self.start)
+            self._on_rank0(self._start_rollout)
             self.refitter.prove(self.rollout, self.start)
-        except BaseException:
-            self._stop()
+        except BaseException as e:
+            self.__exit__(type(e), e, e.__traceback__)
             raise
         return self
 
+    def _start_rollout(self) -> None:
+        self.rollout = self.refitter.start_rollout(self.cfg, self.start, context=self.context, control=self.control)
+        self.folder.write_status("running", self.start)
+
+    def _on_rank0(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns on rank 0, on every rank. StopRequested in it is raised on every rank alike."""
+        out: Any = None
+        if self.rank0:
+            try:
+                out = work()
+            except StopRequested as e:
+                out = e
+        out = share(out)
+        if isinstance(out, StopRequested):
+            raise out
+        return out
+
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        if error is not None and self.rank0:
+        if isinstance(error, StopRequested):
+            self._save_and_stop()
+        elif error is not None and self.rank0:
             self.folder.write_status("failed", self.folder.latest_step() or 0, error=str(error))
         self._stop()
+
+    def _save_and_stop(self) -> None:
+        """All ranks: leave a committed checkpoint of the completed steps, then tell the launcher."""
+        step = self.completed
+        if step and share(self.folder.latest_step()) != step:
+            self.trainer.save(self.folder.checkpoint(step), {"before": self.before, "step": step})
+        dist.barrier()
+        if self.rank0:
+            self.folder.write_status("stopped", step)
+            self.control.saved(step)
 
     def _stop(self) -> None:
         if self.writer is not None:
@@ -112,7 +149,8 @@ class Session:
         if step is None:
             return  # stopped before its first checkpoint: start over in the same folder
         extra = self.trainer.load(self.folder.checkpoint(step))
-        self.start, self.before = step, extra["before"]
+        self.start = self.completed = step
+        self.before = extra["before"]
 
     def _encode(self, problems: list[Problem]) -> list[list[int]]:
         return encode_prompts(
@@ -121,33 +159,32 @@ class Session:
 
     def sample(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Roll out step ``step`` (0-based) from weights of that version; batch and statistics on every rank."""
-        out: Any = None
-        if self.rank0:
-            assert self.rollout is not None
-            version = self.rollout.info().version
-            if version != step:
-                raise QuadsError(
-                    f"the rollout holds weights of version {version}, the trainer of {step}",
-                    where="rollout",
-                    do="resume the run",
-                )
-            problems = step_prompts(self.task, self.cfg.seed, step, self.cfg.prompts_per_step)
-            prompts = self._encode(problems)
-            started = time.monotonic()
-            samples = self._generate(prompts, self.cfg.samples_per_prompt, self.cfg.seed * 1_000_003 + step)
-            seconds = time.monotonic() - started
-            batch = rollout_batch(
-                prompts, samples, pad_id=self._pad_id(), multiple=max(1, self.args.tensor_model_parallel_size)
+        sampled: tuple[dict[str, Tensor], dict[str, float]] = self._on_rank0(lambda: self._sample(step))
+        return sampled
+
+    def _sample(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+        assert self.rollout is not None
+        version = self.rollout.info().version
+        if version != step:
+            raise QuadsError(
+                f"the rollout holds weights of version {version}, the trainer of {step}",
+                where="rollout",
+                do="resume the run",
             )
-            rewards = score_samples(self.task, problems, samples, self._decode, self.tokenizer.eos_token_id)
-            batch["advantages"] = group_advantages(rewards, self.cfg.samples_per_prompt)
-            for problem, group in list(zip(problems, samples, strict=True))[:SAMPLES_KEPT]:
-                text = self._decode(list(group[0].token_ids))
-                self.folder.append(
-                    self.folder.samples, {"step": step + 1, "prompt": problem.prompt_text, "response": text}
-                )
-            out = batch, rollout_metrics(rewards, batch["mask"], seconds)
-        return share(out)
+        problems = step_prompts(self.task, self.cfg.seed, step, self.cfg.prompts_per_step)
+        prompts = self._encode(problems)
+        started = time.monotonic()
+        samples = self._generate(prompts, self.cfg.samples_per_prompt, self.cfg.seed * 1_000_003 + step)
+        seconds = time.monotonic() - started
+        batch = rollout_batch(
+            prompts, samples, pad_id=self._pad_id(), multiple=max(1, self.args.tensor_model_parallel_size)
+        )
+        rewards = score_samples(self.task, problems, samples, self._decode, self.tokenizer.eos_token_id)
+        batch["advantages"] = group_advantages(rewards, self.cfg.samples_per_prompt)
+        for problem, group in list(zip(problems, samples, strict=True))[:SAMPLES_KEPT]:
+            text = self._decode(list(group[0].token_ids))
+            self.folder.append(self.folder.samples, {"step": step + 1, "prompt": problem.prompt_text, "response": text})
+        return batch, rollout_metrics(rewards, batch["mask"], seconds)
 
     def _generate(self, prompts: list[list[int]], n: int, seed: int) -> Any:
         assert self.rollout is not None
@@ -181,44 +218,54 @@ class Session:
         """Export version ``version``, load it into the rollout, prove that both sides multiply with the same weights."""
         started = time.monotonic()
         self.refitter.export(version)
-        if self.rank0:
-            assert self.rollout is not None
-            self.rollout.update_weights(self.folder.refit(version), version)
-            self.folder.prune_refits(keep=self.start)
-        seconds = time.monotonic() - started
-        return {"refit_s": seconds, "weight_bits_mismatched": float(self.refitter.prove(self.rollout, version))}
+        try:
+            self._on_rank0(lambda: self._update_rollout(version))
+            seconds = time.monotonic() - started
+            bits = float(self.refitter.prove(self.rollout, version))
+        except StopRequested:
+            # the rollout is lost for good, the step is not: its row goes without the proof that the resumed run makes
+            return {}
+        return {"refit_s": seconds, "weight_bits_mismatched": bits}
+
+    def _update_rollout(self, version: int) -> None:
+        assert self.rollout is not None
+        self.rollout.update_weights(self.folder.refit(version), version)
+        self.folder.prune_refits(keep=self.start)
 
     def evaluate(self) -> float:
         """Mean sampled reward on the held-out problems, one sample each, the same on every rank."""
-        reward: Any = None
-        if self.rank0:
-            prompts = self._encode(self.heldout)
-            samples = self._generate(prompts, 1, HELDOUT_SEED + self.cfg.seed)
-            rewards = score_samples(self.task, self.heldout, samples, self._decode, self.tokenizer.eos_token_id)
-            reward = rewards.double().mean().item()
-        return share(reward)
+        return float(self._on_rank0(self._evaluate))
 
-    def finish_step(self, step: int, row: dict[str, float], before: float) -> None:
-        """Write the row, save when it is due, and say where the run is."""
+    def _evaluate(self) -> float:
+        prompts = self._encode(self.heldout)
+        samples = self._generate(prompts, 1, HELDOUT_SEED + self.cfg.seed)
+        rewards = score_samples(self.task, self.heldout, samples, self._decode, self.tokenizer.eos_token_id)
+        return rewards.double().mean().item()
+
+    def finish_step(self, step: int, row: dict[str, float]) -> None:
+        """Write the row, save when it is due, say where the run is; StopRequested when the launcher wants its end."""
         if self.rank0:
             assert self.writer is not None
             self.writer.write(step, row)
             print(
                 f"step {step:3d}/{self.cfg.steps}  reward {row['reward']:.3f}  "
                 f"gap mean {row['train_rollout_logprob_abs_diff/mean']:.2e} max {row['train_rollout_logprob_abs_diff/max']:.2e}  "
-                f"bits {int(row['weight_bits_mismatched'])}  {row['tokens_per_s']:.0f} tok/s  {row['step_s']:.1f} s",
+                f"bits {row.get('weight_bits_mismatched', float('nan')):.0f}  {row['tokens_per_s']:.0f} tok/s  {row['step_s']:.1f} s",
                 flush=True,
             )
         every = self.cfg.save_every
         if step == self.cfg.steps or (every and step % every == 0):
-            self.trainer.save(self.folder.checkpoint(step), {"before": before, "step": step})
+            self.trainer.save(self.folder.checkpoint(step), {"before": self.before, "step": step})
+        self.completed = step
         if self.rank0:
             self.folder.write_status("running", step)
+        if step < self.cfg.steps and (reason := share(self.control.stop_reason() if self.rank0 else None)):
+            raise StopRequested(reason)
 
-    def close_run(self, before: float, after: float) -> dict[str, Any]:
+    def close_run(self, after: float) -> dict[str, Any]:
         """Write the final export and the summary."""
         self.refitter.export_final(self.cfg.steps)
-        result = {"reward_before": before, "reward_after": after}
+        result = {"reward_before": self.before, "reward_after": after}
         if self.rank0:
             self.folder.write_status("done", self.cfg.steps, **result)
         return result

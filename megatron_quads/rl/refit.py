@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ..rac.metadata import RacMetadata, load_sidecar
 from ..rollout.types import Rollout
 from ..trainer.trainer import Trainer
 from .config import RLConfig
+from .control import Control, StopRequested
 from .runfolder import RunFolder
 
 
@@ -80,7 +82,7 @@ class Refitter:
             extra_marker={"version": version},
         )
 
-    def start_rollout(self, cfg: RLConfig, version: int, *, context: int) -> Rollout:
+    def start_rollout(self, cfg: RLConfig, version: int, *, context: int, control: Control) -> Rollout:
         """Rank 0: start (or connect to) vLLM on the exported folder and check that RAC is active in every worker."""
         from ..rollout.client import LocalRollout
 
@@ -96,6 +98,22 @@ class Refitter:
                 seed=cfg.seed,
                 log=self.folder.logs / "rollout.log",
             )
+        elif cfg.rollout == "launch":
+            from ..rollout.pool import PoolRollout, require_servers
+
+            servers = require_servers(control)
+            rac_hash = self.rac.content_hash if self.rac is not None else None
+            control.offer(
+                folder,
+                version,
+                rac_hash=rac_hash,
+                dtype=str(self.dtype).removeprefix("torch."),
+                max_model_len=min(context + 1, self.hf.max_position),
+                max_num_seqs=min(sequences, 256),
+                seed=cfg.seed,
+            )
+            rollout = PoolRollout(control, servers, rac_hash=rac_hash)
+            rollout.update_weights(folder.resolve(), version)
         else:
             from ..rollout.http import HttpRollout
 
@@ -108,7 +126,8 @@ class Refitter:
         """Compare, bit for bit, what the trainer multiplies with and what the rollout holds; bits that differ.
 
         Every rank takes part in gathering. A recipe whose trainer is quantised must have 0: MismatchError otherwise.
-        Where digests differ (recipe naive by design) the differing bits are counted in the workers.
+        Where digests differ (recipe naive by design) the differing bits are counted in the workers. StopRequested on
+        every rank when the rollout is lost meanwhile.
         """
         wanted: dict[str, str] = {}
         held: dict[str, Tensor] = {}
@@ -117,40 +136,49 @@ class Refitter:
                 wanted[name] = tensor_digest(tensor)
                 if self.quads.quantized_rollout and not self.quads.quantized_trainer:
                     held[name] = tensor.detach().cpu().contiguous()
-        bits = 0
+        out: Any = None
         if rollout is not None:
-            found = rollout.audit()
-            if set(found) != set(wanted):
-                odd = sorted(set(found) ^ set(wanted))[0]
-                raise MismatchError(
-                    f"{odd} is held by one side only", where=f"weights of version {version}", do="report this"
-                )
-            differing = sorted(n for n in wanted if wanted[n] != found[n])
-            if differing and held:
-                file = self.folder.path / "compute_weights.safetensors"
-                save_file(held, str(file))
-                bits = sum(rollout.count_bits(file).values())
-                file.unlink()
-            elif differing:
-                raise MismatchError(
-                    f"{differing[0]} differs between trainer and rollout ({len(differing)} of {len(wanted)} tensors)",
-                    where=f"weights of version {version}",
-                    do="do not train on: run `quads verify`",
-                )
-            self.folder.append(
-                self.folder.audit,
-                {
-                    "step": version,
-                    "tensors": len(wanted),
-                    "tensors_differing": len(differing),
-                    "bits_mismatched": bits,
-                    "trainer": combined(wanted),
-                    "rollout": combined(found),
-                },
-            )
-        box = [bits]
+            try:
+                out = self._compare(rollout, version, wanted, held)
+            except StopRequested as e:
+                out = e
+        box = [out]
         dist.broadcast_object_list(box, src=0)
-        return box[0]
+        if isinstance(box[0], StopRequested):
+            raise box[0]
+        return int(box[0])
+
+    def _compare(self, rollout: Rollout, version: int, wanted: dict[str, str], held: dict[str, Tensor]) -> int:
+        bits, found = 0, rollout.audit()
+        if set(found) != set(wanted):
+            odd = sorted(set(found) ^ set(wanted))[0]
+            raise MismatchError(
+                f"{odd} is held by one side only", where=f"weights of version {version}", do="report this"
+            )
+        differing = sorted(n for n in wanted if wanted[n] != found[n])
+        if differing and held:
+            file = self.folder.path / "compute_weights.safetensors"
+            save_file(held, str(file))
+            bits = sum(rollout.count_bits(file).values())
+            file.unlink()
+        elif differing:
+            raise MismatchError(
+                f"{differing[0]} differs between trainer and rollout ({len(differing)} of {len(wanted)} tensors)",
+                where=f"weights of version {version}",
+                do="do not train on: run `quads verify`",
+            )
+        self.folder.append(
+            self.folder.audit,
+            {
+                "step": version,
+                "tensors": len(wanted),
+                "tensors_differing": len(differing),
+                "bits_mismatched": bits,
+                "trainer": combined(wanted),
+                "rollout": combined(found),
+            },
+        )
+        return bits
 
 
 def combined(digests: dict[str, str]) -> str:

@@ -55,6 +55,10 @@ def server_environment() -> dict[str, str]:
     return {"VLLM_CPU_KVCACHE_SPACE": "1", **engine_environment(), "VLLM_SERVER_DEV_MODE": "1"}
 
 
+class ServerGone(QuadsError):
+    """The server cannot be reached any more; a launcher may restart it."""
+
+
 class HttpRollout:
     """Rollout through a running vLLM server (see ``types.Rollout``). ``timeout_s`` bounds every request.
 
@@ -64,6 +68,7 @@ class HttpRollout:
     def __init__(self, url: str, *, timeout_s: float = 600.0, concurrency: int = 64) -> None:
         self.url, self._timeout = url.rstrip("/"), timeout_s
         self._session = requests.Session()
+        self._session.trust_env = False  # a site's proxy does not reach compute nodes
         self._session.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=concurrency))
         self._pool = ThreadPoolExecutor(concurrency)
         card = self._request("GET", "/v1/models")["data"][0]
@@ -79,13 +84,14 @@ class HttpRollout:
                 method, self.url + path, json=body, params=params or None, timeout=(10, self._timeout)
             )
         except requests.RequestException as e:
-            raise QuadsError(
+            raise ServerGone(
                 f"the rollout server does not answer ({type(e).__name__})", where=self.url, do="look at its log"
             ) from e
         if reply.status_code != 200:
             hint = "start it with VLLM_SERVER_DEV_MODE=1" if reply.status_code == 404 else "look at its log"
             said = f"{reply.status_code} to {path}: {reply.text[:300]}"
-            raise QuadsError(f"the rollout server answered {said}", where=self.url, do=hint)
+            kind = ServerGone if reply.status_code >= 500 else QuadsError  # 500: its engine died
+            raise kind(f"the rollout server answered {said}", where=self.url, do=hint)
         return reply.json() if reply.content else None
 
     def _workers(self, name: str, **arguments: Any) -> list[Any]:
@@ -99,10 +105,18 @@ class HttpRollout:
         return self._request("POST", "/v1/completions", body)["choices"][0]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, n: int, max_tokens: int, temperature: float, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        indices: Sequence[int] | None = None,
     ) -> list[list[Sample]]:
-        """See Rollout.generate."""
+        """See Rollout.generate. ``indices``: the prompts' places in a larger set that several servers share."""
         require_fit(prompts, self.max_model_len, room=1)
+        places = range(len(prompts)) if indices is None else indices
 
         def one(at: tuple[int, int]) -> Sample:
             i, j = at
@@ -110,7 +124,7 @@ class HttpRollout:
                 prompts[i],
                 max_tokens=min(max_tokens, self.max_model_len - len(prompts[i])),
                 temperature=temperature,
-                seed=sample_seed(seed, i, j),
+                seed=sample_seed(seed, places[i], j),
                 logprobs=0,
                 stop_token_ids=self._stop,
             )

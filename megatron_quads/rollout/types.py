@@ -44,6 +44,9 @@ class RolloutInfo:
     dtype: str
     # (layer, "gate_up" or "down") as "layer.gemm" -> rows beyond a static activation scale since the engine started
     saturated_rows: dict[str, int] = field(default_factory=dict)
+    # the launch that started the server, None for one started by hand
+    job: str | None = None
+    attempt: int | None = None
 
 
 class Rollout(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..errors import QuadsError
+from ..launch.health import identity
 from .types import TRANSFER_BACKEND, half_loaded, stop_tokens
 
 EXTENSION = "megatron_quads.rollout.worker.QuadsWorkerExtension"
@@ -51,7 +52,8 @@ def _require_whole(worker: Any) -> None:
 def _info(worker: Any) -> dict[str, Any]:
     from . import state
 
-    return dataclasses.asdict(state.describe(worker.get_model(), worker.vllm_config, _engine(worker).version))
+    found = state.describe(worker.get_model(), worker.vllm_config, _engine(worker).version)
+    return {**dataclasses.asdict(found), **identity()}
 
 
 def _stop_tokens(worker: Any) -> list[int]:
