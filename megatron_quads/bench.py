@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .bench_report import Bench, Launch, graph_us, report, stream_us
+from .bench_report import Bench, Launch, graph_us, host_us, report, stream_us
 from .errors import QuadsError
 from .kernels import nvfp4, rac
 from .kernels.nvfp4 import reference
@@ -62,7 +62,26 @@ def kernels(out: Path) -> None:
         _activations(bench, tokens, k)
     for tokens in GEMM_TOKENS:
         _gemm(bench, tokens)
+    _host(bench)
     report(bench, out)
+
+
+def _host(bench: Bench, count: int = 128) -> None:
+    """What calls cost the host, at sizes where the GPU waits for it."""
+    x, one = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16), torch.ones((), device="cuda")
+    blocks = rac.Blocks.prefix(64, 2048, "cuda")
+    ws = [torch.randn(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    amax, buffers = nvfp4.grouped_amax(ws), [torch.empty_like(w) for w in ws]
+    floor = host_us(_empty_launch(64))
+    for name, shape, work in (
+        ("qdq", "[64, 2048]", lambda: nvfp4.qdq(x, one)),
+        ("qdq_with_residual", "[64, 2048]", lambda: rac.qdq_with_residual(x, None, blocks)),
+        ("quantize_with_residual", "[64, 2048]", lambda: rac.quantize_with_residual(x, None, blocks)),
+        ("grouped_amax", f"{count} x [64, 64]", lambda: nvfp4.grouped_amax(ws)),
+        ("grouped_qdq, out given", f"{count} x [64, 64]", lambda: nvfp4.grouped_qdq(ws, amax, out=buffers)),
+        ("grouped_quantize", f"{count} x [64, 64]", lambda: nvfp4.grouped_quantize(ws, amax)),
+    ):
+        bench.add(f"host time, {name}", shape, "bfloat16", host_us(work), 0, floor="empty launch, host", floor_us=floor)
 
 
 def _weights(bench: Bench, case: Case) -> None:

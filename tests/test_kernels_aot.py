@@ -21,8 +21,9 @@ from triton.compiler import ASTSource
 
 from megatron_quads.kernels.nvfp4 import triton as nvfp4
 from megatron_quads.kernels.nvfp4.device import NO_CONTRACTION
-from megatron_quads.kernels.rac import gemm
+from megatron_quads.kernels.rac import gemm, launch
 from megatron_quads.kernels.rac import triton as rac
+from megatron_quads.kernels.rac.packed import packed_rows_kernel
 
 SHARED = {90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10}
 # what the expert GEMM must contain: in PTX, and the opcode in machine code
@@ -46,6 +47,7 @@ class Compiled:
     """A kernel's PTX, its opcodes in machine code, and what it needs."""
 
     ptx: str
+    layouts: set[str]  # of one-dimensional tensors: elements a thread, threads a warp
     opcodes: list[str]
     registers: int
     spills: int  # local loads and stores
@@ -70,31 +72,42 @@ def compile_for(capability: int, kernel: Any, constants: dict[str, Any], folder:
     opcodes = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", sass, re.MULTILINE)
     registers = int(re.findall(r"REG:(\d+)", usage)[0])
     spills = sum(op.startswith(("LDL", "STL")) for op in opcodes)
-    return Compiled(built.asm["ptx"], opcodes, registers, spills, built.metadata.shared)
+    one = r"blocked<\{sizePerThread = (\[\d+\]), threadsPerWarp = (\[\d+\])"
+    layouts = {" ".join(found) for found in re.findall(one, built.asm["ttgir"])}
+    return Compiled(built.asm["ptx"], layouts, opcodes, registers, spills, built.metadata.shared)
 
 
 def variants(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     """Name, kernel, constants and options of the launches that the front ends make for BF16."""
     bf16 = {"X": tl.bfloat16, "UNIFORM": True, "ALIGNED": True}
     words, warps = nvfp4.AMAX_WORDS, nvfp4.AMAX_WARPS
-    yield "amax", nvfp4.amax_kernel, {**bf16, "WORDS": words}, {"num_warps": warps}
+    yield "amax", nvfp4.amax_kernel, {**bf16, "WORDS": words, "PDL": True}, {"num_warps": warps}
     for name, values, codes in (("qdq", True, False), ("pack", False, True), ("qdq + pack", True, True)):
-        blocks, warps, repeat, stages = nvfp4.shape(nvfp4.SMALL_BLOCKS, values, codes)
+        blocks, warps, repeat, stages = nvfp4.VALUES_SHAPE if values else nvfp4.PACK_SHAPE
         constants = {"OUT": tl.bfloat16, "QDQ": values, "CODES": codes, "BLOCKS": blocks, "REPEAT": repeat,
-                     "STAGES": stages, "SLOW": nvfp4.SLOW_BLOCKS}  # fmt: skip
+                     "STAGES": stages, "SLOW": nvfp4.SLOW_BLOCKS,
+                     "PACKED": True, "PDL": True}  # fmt: skip
         options = NO_CONTRACTION | {"num_warps": warps} | {"maxnreg": nvfp4.registers(capability // 10, values)}
         yield name, nvfp4.grouped_kernel, bf16 | constants, options
     constants = {"ROWS": True, "QDQ": True, "CODES": False, "BLOCKS": nvfp4.SINGLE_BLOCKS, "SLOW": nvfp4.SLOW_BLOCKS}
     yield "single qdq", nvfp4.single_kernel, constants, NO_CONTRACTION | {"num_warps": nvfp4.SINGLE_WARPS}
-    for name, codes, swizzled, silu, listed in (
-        ("quantize_with_residual", True, True, False, True),
-        ("qdq_with_residual", False, False, False, False),
-        ("silu_and_mul + quantize_with_residual", True, False, True, False),
+    for name, tokens, codes, count, silu in (
+        ("quantize_with_residual", 8192, True, 64, False),
+        ("quantize_with_residual, all", 8192, True, 128, False),
+        ("qdq_with_residual", 8192, False, 64, False),
+        ("qdq_with_residual, all", 8192, False, 128, False),
+        ("qdq_with_residual, none", 8192, False, 0, False),
+        ("quantize_with_residual, few rows", 64, True, 64, False),
+        ("silu_and_mul + quantize_with_residual", 8192, True, 64, True),
     ):
-        _, head, tail = rac.tiles(2048 // 16, 1024 // 16)
-        constants = {"OWN_SCALE": True, "ROW_SCALE": False, "ORDERED": listed, "SILU": silu, "CODES": codes,
-                     "SWIZZLED": swizzled, "HEAD": head, "TAIL": tail, "SLOW": rac.SLOW_BLOCKS}  # fmt: skip
-        yield name, rac.rows_kernel, constants, NO_CONTRACTION | {"num_warps": rac.warps(8192, head + tail)}
+        _, head, tail = launch.tiles(tokens, 2048 // 16, count)
+        constants = {"OWN_SCALE": True, "ROW_SCALE": False, "ORDERED": codes, "CODES": codes, "SWIZZLED": codes,
+                     "HEAD": head, "TAIL": tail, "SLOW": rac.SLOW_BLOCKS, "PDL": True}  # fmt: skip
+        warps, limit = launch.packed_options(tokens, head, tail, not codes, capability // 10)
+        if silu:
+            constants, warps, limit = constants | {"SILU": True}, launch.warps(tokens, head + tail), None
+        kernel = rac.rows_kernel if silu else packed_rows_kernel
+        yield name, kernel, constants, NO_CONTRACTION | {"num_warps": warps, "maxnreg": limit}
     for name, listed in (("GEMM, listed blocks", True), ("GEMM, leading blocks", False)):
         for tokens in (16, 64, 512) if capability == 90 and listed else (512,):
             shape = gemm.tile_shape(tokens, capability // 10)
@@ -114,6 +127,8 @@ def test_compiles(
         line = f"sm_{capability}a {name}: {built.registers} registers, {built.spills} spills, {built.shared} B shared"
         assert f".target sm_{capability}a" in built.ptx, line
         assert built.shared <= SHARED[capability], line
+        if kernel is packed_rows_kernel or constants.get("PACKED"):
+            assert built.layouts == {"[1] [32]"}, line  # what nvfp4/packed.py's exchange between lanes stands on
         if kernel is gemm.grouped_gemm_kernel:
             in_ptx, in_code = MMA[capability] if constants["BM"] > 16 else ("mma.sync", "HMMA")
             found = sum(op.startswith(in_code) for op in built.opcodes)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_quads.kernels import nvfp4, rac
 from megatron_quads.kernels.nvfp4 import reference
+from megatron_quads.kernels.nvfp4.checks import check_scale
 
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -64,6 +65,15 @@ def test_parameters_are_not_tracked() -> None:
     w = torch.nn.Parameter(torch.randn(4, 32))
     values = nvfp4.grouped_qdq([w], nvfp4.grouped_amax([w]))
     assert not values[0].requires_grad
+
+
+def test_a_scale_for_each_expert_of_a_stacked_weight() -> None:
+    w, scale = torch.randn(3, 4, 32), torch.tensor([0.5, 2.0, 0.01])
+    flat = check_scale(scale[:, None, None], w)  # what the kernels read: one for each row
+    assert same(flat.reshape(-1), scale.repeat_interleave(4)) and flat.is_contiguous()
+    stacked = nvfp4.qdq(w, scale[:, None, None])
+    assert all(same(stacked[e], nvfp4.qdq(w[e], scale[e])) for e in range(3))
+    assert check_scale(scale.double()[0], w).dtype == torch.float32
 
 
 def test_blocks_prepared_or_not_select_the_same() -> None:

@@ -130,6 +130,22 @@ def test_capture_compile_and_no_sync() -> None:
     assert all(same(a, b) for a, b in zip((*compiled(), *out), expected, strict=True))
 
 
+def test_a_list_is_looked_at_in_every_call() -> None:
+    """Nothing is kept of the tensors of a call before; writing in place counts as writing for autograd."""
+    w = torch.nn.Parameter(draw("normal", (64, 64), torch.bfloat16))
+    ws = [w, draw("normal", (64, 64), torch.bfloat16, seed=1)]
+    before, version = nvfp4.grouped_amax(ws), w._version
+    with torch.no_grad():
+        nvfp4.grouped_qdq(ws, before, out=ws)
+    assert w._version > version and same(nvfp4.grouped_amax(ws), before)
+    w.data = draw("heavy", (128, 32), torch.bfloat16)
+    assert nvfp4.grouped_amax(ws)[0] == reference.amax(w)
+    assert same(nvfp4.grouped_qdq(ws, before)[0], reference.qdq(w.detach(), reference.tensor_scale(before[0])))
+    w.data = w.data.t()
+    with pytest.raises(ValueError, match=r"xs\[0\].*not contiguous"):
+        nvfp4.grouped_amax(ws)
+
+
 def test_faults_are_named_before_any_launch() -> None:
     x = draw("normal", (8, 64), torch.bfloat16)
     one = torch.ones((), device=CUDA)

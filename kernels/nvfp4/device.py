@@ -106,7 +106,7 @@ def _quotient(a, negative_b, y):
 
 @triton.jit
 def block_scale(top, scale, FAST: tl.constexpr):
-    """Block maxima [B] and the FP32 scale (scalar or [B]) -> E4M3 block scales [B], fp32 steps [B, 1]."""
+    """Block maxima [B] and the FP32 scale (scalar or [B]) -> E4M3 block scales [B], fp32 steps [B]."""
     six = scale * E2M1_MAX
     if FAST:
         ratio = _quotient(tl.minimum(top, six * 512.0), -six, reciprocal(six))
@@ -115,7 +115,7 @@ def block_scale(top, scale, FAST: tl.constexpr):
         ratio = tl.div_rn(top, six)
         ratio = tl.where((ratio == 0) | (scale == 0), 1.0, ratio)
     s8 = tl.minimum(tl.maximum(ratio, E4M3_MIN), E4M3_MAX).to(tl.float8e4nv)
-    return s8, (s8.to(tl.float32) * scale)[:, None]
+    return s8, s8.to(tl.float32) * scale
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _code(x, y, negative_b):
 
 @triton.jit
 def magnitudes(low, high, step, VALUES: tl.constexpr, FAST: tl.constexpr):
-    """E2M1 values (VALUES) and codes of both halves' magnitudes, and the halves: +0 where a negative quotient underflows.
+    """Under the steps [B, 1]: E2M1 values (VALUES) and codes of both halves' magnitudes, and the halves: +0 where a negative quotient underflows.
 
     Codes are int32 whose low 3 bits count. Without VALUES the values are codes too, of no use.
     """

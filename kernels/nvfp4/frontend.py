@@ -13,12 +13,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import reference
+from . import checks, reference
+from .checks import check, check_scale
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_CAPABILITY = (8, 9)  # E4M3 conversions
 
 
+_check_list, _check_groups = checks.check_list, checks.check_groups
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _capability: dict[int, tuple[int, int]] = {}
 
@@ -47,31 +48,6 @@ def is_eager(x: Tensor) -> bool:
     return plain and not torch.compiler.is_compiling()
 
 
-def check(x: Tensor, name: str = "x") -> None:
-    """ValueError unless x is a BF16, FP16 or FP32 tensor [..., K] with K a multiple of 16."""
-    if x.dtype not in DTYPES:
-        raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] % reference.BLOCK:
-        raise ValueError(f"NVFP4 needs K to be a multiple of {reference.BLOCK}, got {name} of shape {tuple(x.shape)}")
-
-
-def check_scale(scale: Tensor, x: Tensor) -> Tensor:
-    """The FP32 scale, flat: one value, or one for each row of x. ValueError unless it holds one value or broadcasts to [..., 1]."""
-    rows = (*x.shape[:-1], 1)
-    if scale.numel() != 1:
-        if scale.dim() != x.dim() or scale.shape[-1] != 1:
-            raise ValueError(
-                f"scale must hold one value or be [..., 1] for x {tuple(x.shape)}, got {tuple(scale.shape)}"
-            )
-        if any(a not in (1, b) for a, b in zip(scale.shape, rows, strict=True)):
-            raise ValueError(f"scale {tuple(scale.shape)} does not match the rows of x {tuple(x.shape)}")
-        scale = scale.expand(rows)
-    if scale.device != x.device:
-        raise ValueError(f"x is on {x.device} but its scale on {scale.device}")
-    return scale.float().reshape(-1).contiguous()
-
-
-@torch.library.custom_op("megatron_quads::nvfp4_qdq", mutates_args=())
 def _qdq(x: Tensor, scale: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -79,17 +55,22 @@ def _qdq(x: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-@_qdq.register_fake
+_qdq_op = torch.library.custom_op("megatron_quads::nvfp4_qdq", mutates_args=())(_qdq)
+
+
+@_qdq_op.register_fake
 def _(x: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("megatron_quads::nvfp4_quantize", mutates_args=())
 def _quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     codes, s8 = _new_packed(x)
     _kernels().single(x, scale, None, codes, s8)
     return codes, s8
+
+
+_quantize_op = torch.library.custom_op("megatron_quads::nvfp4_quantize", mutates_args=())(_quantize)
 
 
 def _new_packed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +79,7 @@ def _new_packed(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty((*lead, x.shape[-1] // reference.BLOCK), dtype=torch.float8_e4m3fn)
 
 
-@_quantize.register_fake
+@_quantize_op.register_fake
 def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _new_packed(x)
 
@@ -109,7 +90,7 @@ def qdq(x: Tensor, scale: Tensor) -> Tensor:
     flat = check_scale(scale, x)
     if not has_kernels(x.device):
         return reference.qdq(x, scale.float())
-    return _qdq(x, flat)
+    return (_qdq if is_eager(x) else _qdq_op)(x, flat)
 
 
 def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,38 +99,29 @@ def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     flat = check_scale(scale, x)
     if not has_kernels(x.device):
         return reference.quantize(x, scale.float())
-    return _quantize(x, flat)
+    return (_quantize if is_eager(x) else _quantize_op)(x, flat)
 
 
-@torch.library.custom_op("megatron_quads::nvfp4_amax", mutates_args=("out",))
 def _amax(xs: list[Tensor], groups: list[int], out: Tensor) -> None:
     _kernels().amax_(xs, groups, out)
 
 
-@torch.library.custom_op("megatron_quads::nvfp4_grouped", mutates_args=("out", "codes", "s8"))
+_amax_op = torch.library.custom_op("megatron_quads::nvfp4_amax", mutates_args=("out",))(_amax)
+
+
 def _grouped(
     xs: list[Tensor], amax: Tensor, groups: list[int], out: list[Tensor], codes: list[Tensor], s8: list[Tensor]
 ) -> None:
     _kernels().grouped_(xs, amax, groups, out, codes, s8)
 
 
-def _check_list(xs: Sequence[Tensor], name: str) -> None:
-    for i, x in enumerate(xs):
-        check(x, f"{name}[{i}]")
-        if x.dtype != xs[0].dtype or x.device != xs[0].device:
-            raise ValueError(f"{name}[{i}] is {x.dtype} on {x.device}, {name}[0] is {xs[0].dtype} on {xs[0].device}")
-        if not x.is_contiguous():
-            raise ValueError(f"{name}[{i}] of shape {tuple(x.shape)} is not contiguous (strides {x.stride()})")
+_grouped_op = torch.library.custom_op("megatron_quads::nvfp4_grouped", mutates_args=("out", "codes", "s8"))(_grouped)
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def _check_groups(xs: Sequence[Tensor], groups: Sequence[int] | None, count: int | None) -> list[int]:
-    found = list(range(len(xs))) if groups is None else [int(g) for g in groups]
-    if len(found) != len(xs):
-        raise ValueError(f"groups must name a group for each of {len(xs)} tensors, got {len(found)}")
-    if any(g < 0 or (count is not None and g >= count) for g in found):
-        limit = "" if count is None else f" below {count}, one of amax's,"
-        raise ValueError(f"groups must be numbers from 0 on{limit} got {min(found)} to {max(found)}")
-    return found
+def _is_eager_list(xs: Sequence[Tensor]) -> bool:
+    """``is_eager`` of a list of weights, which nothing differentiates."""
+    return not torch.compiler.is_compiling() and set(map(type, xs)) <= _PLAIN
 
 
 def grouped_amax(xs: Sequence[Tensor], groups: Sequence[int] | None = None) -> Tensor:
@@ -163,7 +135,10 @@ def grouped_amax(xs: Sequence[Tensor], groups: Sequence[int] | None = None) -> T
     count = max(found, default=-1) + 1
     if xs and has_kernels(xs[0].device):
         out = xs[0].new_empty(count, dtype=torch.float32)
-        _amax([x.detach() for x in xs], found, out)
+        if _is_eager_list(xs):
+            _amax(list(xs), found, out)
+        else:
+            _amax_op([x.detach() for x in xs], found, out)
         return out
     members: list[list[Tensor]] = [[] for _ in range(count)]
     for x, g in zip(xs, found, strict=True):
@@ -175,6 +150,8 @@ def grouped_amax(xs: Sequence[Tensor], groups: Sequence[int] | None = None) -> T
 
 def _empty_list(xs: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> list[Tensor]:
     """New contiguous tensors [..., K / divisor] as views of one allocation, each 256-byte aligned."""
+    if xs[0].numel() % (256 * divisor) == 0 and len({x.shape for x in xs}) == 1:
+        return list(xs[0].new_empty((len(xs), *xs[0].shape[:-1], xs[0].shape[-1] // divisor), dtype=dtype).unbind())
     shapes = [(*x.shape[:-1], x.shape[-1] // divisor) for x in xs]
     sizes = [x.numel() // divisor for x in xs]
     padded = [-(-n // 256) * 256 for n in sizes]
@@ -223,13 +200,19 @@ def grouped(
             raise ValueError("out must hold one tensor of the same shape and device for each of xs")
     if not xs:
         return [], [], []
-    plain = [x.detach() for x in xs]
     if has_kernels(xs[0].device):
         values = list(out) if out is not None else (_empty_list(xs, xs[0].dtype, 1) if want_values else [])
         codes = _empty_list(xs, torch.uint8, 2) if want_packed else []
         s8 = _empty_list(xs, torch.float8_e4m3fn, 16) if want_packed else []
-        _grouped(plain, amax.contiguous(), found, [v.detach() for v in values], codes, s8)
+        if _is_eager_list(xs) and _is_eager_list(values):
+            _grouped(list(xs), amax.contiguous(), found, values, codes, s8)
+            # written to behind autograd's back
+            torch.autograd.graph.increment_version([v for v in out or () if not v.is_inference()])
+        else:
+            plain = [x.detach() for x in xs]
+            _grouped_op(plain, amax.contiguous(), found, [v.detach() for v in values], codes, s8)
         return values, codes, s8
+    plain = [x.detach() for x in xs]
     scales = reference.tensor_scale(amax)
     packed = [reference.quantize(x, scales[g]) for x, g in zip(plain, found, strict=True)] if want_packed else []
     values = []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import table
 from .device import (
@@ -21,13 +25,11 @@ from .device import (
     store_pairs,
     with_sign,
 )
+from .packed import packed_tile
 
 # blocks in a tile, warps, tiles a program walks, and how many of them are in flight; measured on an H200
-QDQ_SHAPE = (512, 8, 1, 1)
-QDQ_SMALL_SHAPE = (256, 4, 1, 1)  # weights below SMALL_BLOCKS on average
-PACK_SHAPE = (256, 4, 8, 3)
-BOTH_SHAPE = (256, 4, 1, 1)
-SMALL_BLOCKS = 1 << 19
+VALUES_SHAPE = (256, 4, 1, 1)
+PACK_SHAPE = (256, 4, 4, 1)
 SINGLE_BLOCKS, SINGLE_WARPS = 256, 4
 AMAX_WORDS = 8192
 AMAX_WARPS = 8
@@ -41,6 +43,7 @@ def _tile(x_ptr, out_ptr, codes_ptr, s8_ptr, scale, inside, QDQ: tl.constexpr, C
     mask = block < inside
     low, high = load_pairs(x_ptr, block, mask)
     s8, step = block_scale(block_top(low, high), scale, FAST)
+    step = step[:, None]
     low_m, high_m, low_c, high_c, low, high = magnitudes(low, high, step, QDQ, FAST)
     if QDQ:
         store_pairs(out_ptr, block, with_sign(low_m * step, low), with_sign(high_m * step, high), mask)
@@ -99,8 +102,12 @@ def _find(tiles_ptr, program, per_tensor, UNIFORM: tl.constexpr):
 @triton.jit
 def grouped_kernel(rows_ptr, tiles_ptr, amax_ptr, per_tensor, X: tl.constexpr, OUT: tl.constexpr, UNIFORM: tl.constexpr,
                    QDQ: tl.constexpr, CODES: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
-                   REPEAT: tl.constexpr, STAGES: tl.constexpr, SLOW: tl.constexpr):  # fmt: skip
+                   REPEAT: tl.constexpr, STAGES: tl.constexpr, SLOW: tl.constexpr, PACKED: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """A list of contiguous tensors, given the FP32 amax of each one's group (see table.py for the list's form)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     # last tiles first: after an amax pass these are still in the L2 cache
     tensor, tile = _find(tiles_ptr, tl.num_programs(0) - 1 - tl.program_id(0), per_tensor, UNIFORM)
     row = rows_ptr + tensor * 6
@@ -113,8 +120,12 @@ def grouped_kernel(rows_ptr, tiles_ptr, amax_ptr, per_tensor, X: tl.constexpr, O
     scale = tl.div_rn(tl.load(amax_ptr + tl.load(row + 5)), SIX_E4M3_MAX)
     if is_fast(scale, scale, tl.float32 == X):
         for part in tl.range(0, REPEAT * BLOCKS, BLOCKS, num_stages=STAGES):
-            _tile(x_ptr + part * 16, out_ptr + part * 16, codes_ptr + part * 8, s8_ptr + part, scale, inside - part, QDQ,
-                  CODES, True, BLOCKS)  # fmt: skip
+            if PACKED:
+                packed_tile(x_ptr + part * 16, out_ptr + part * 16, codes_ptr + part * 8, s8_ptr + part, scale,
+                            inside - part, QDQ, CODES, BLOCKS)  # fmt: skip
+            else:
+                _tile(x_ptr + part * 16, out_ptr + part * 16, codes_ptr + part * 8, s8_ptr + part, scale, inside - part,
+                      QDQ, CODES, True, BLOCKS)  # fmt: skip
     else:
         for sub in range(0, REPEAT * BLOCKS, SLOW):
             _tile(x_ptr + sub * 16, out_ptr + sub * 16, codes_ptr + sub * 8, s8_ptr + sub, scale, inside - sub, QDQ,
@@ -123,8 +134,11 @@ def grouped_kernel(rows_ptr, tiles_ptr, amax_ptr, per_tensor, X: tl.constexpr, O
 
 @triton.jit
 def amax_kernel(rows_ptr, tiles_ptr, out_ptr, per_tensor, X: tl.constexpr, UNIFORM: tl.constexpr, ALIGNED: tl.constexpr,
-                WORDS: tl.constexpr):  # fmt: skip
+                WORDS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Largest |x| as fp32 bits by integer maximum, so that Inf and NaN win; out is int32, zero at the start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tensor, tile = _find(tiles_ptr, tl.program_id(0), per_tensor, UNIFORM)
     row = rows_ptr + tensor * 6
     blocks = tl.load(row + 4)
@@ -138,6 +152,17 @@ def amax_kernel(rows_ptr, tiles_ptr, out_ptr, per_tensor, X: tl.constexpr, UNIFO
         x = tl.load(_pointer(tl.load(row), X, ALIGNED) + at, mask=at < blocks * 16, other=0.0).to(tl.float32)
         top = tl.max(bits(x) & 0x7FFFFFFF, 0)
     tl.atomic_max(out_ptr + group, top, sem="relaxed")
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of the GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+def is_sm90(device: torch.device) -> bool:
+    """Whether the GPU starts a kernel's programs before the last kernel has ended, and knows packed.py's instructions."""
+    return capability(device) >= (9, 0)
 
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -156,19 +181,21 @@ def amax_(xs: list[Tensor], groups: list[int], out: Tensor) -> None:
     rows = [(x.data_ptr(), 0, 0, 0, x.numel() // 16, g) for x, g in zip(xs, groups, strict=True) if x.numel()]
     if not rows:
         return
-    per_block = 8 if xs[0].dtype == torch.bfloat16 else 16
-    t = table.build(rows, AMAX_WORDS // per_block, out.device)
+    run_amax(amax_table(rows, xs[0].dtype, out.device), xs[0].dtype, out)
+
+
+def amax_table(rows: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> table.Table:
+    """The table that ``run_amax`` takes, for rows as table.py says."""
+    return table.build(rows, AMAX_WORDS // (8 if dtype == torch.bfloat16 else 16), device)
+
+
+def run_amax(t: table.Table, dtype: torch.dtype, out: Tensor) -> None:
+    """Launch; ``out`` is zero at the start."""
+    pdl = is_sm90(out.device)
     amax_kernel[(t.total,)](
-        t.rows, t.tiles, out.view(torch.int32), t.per_tensor, X=TYPES[xs[0].dtype], UNIFORM=t.tiles is None,
-        ALIGNED=t.aligned, WORDS=AMAX_WORDS, num_warps=AMAX_WARPS,
+        t.rows, t.tiles, out.view(torch.int32), t.per_tensor, X=TYPES[dtype], UNIFORM=t.tiles is None,
+        ALIGNED=t.aligned, WORDS=AMAX_WORDS, num_warps=AMAX_WARPS, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
-
-
-def shape(blocks: int, values: bool, codes: bool) -> tuple[int, int, int, int]:
-    """The grouped kernel's tile, warps, repeats and stages for weights of ``blocks`` 16-blocks on average."""
-    if codes:
-        return BOTH_SHAPE if values else PACK_SHAPE
-    return QDQ_SHAPE if blocks >= SMALL_BLOCKS else QDQ_SMALL_SHAPE
 
 
 def registers(major: int, values: bool) -> int | None:
@@ -191,14 +218,33 @@ def grouped_(
     ]
     if not rows:
         return
-    tile, warps, repeat, stages = shape(sum(row[4] for row in rows) // len(rows), bool(out), bool(codes))
-    limit = registers(torch.cuda.get_device_capability(amax.device)[0], bool(out))
-    t = table.build(rows, tile * repeat, amax.device)
     x_type = xs[0].dtype
+    out_type = out[0].dtype if out else x_type
+    t, tiling = grouped_table(rows, bool(out), bool(codes), amax.device)
+    run_grouped(t, tiling, amax, x_type, out_type, bool(out), bool(codes))
+
+
+def grouped_table(
+    rows: Sequence[tuple[int, ...]], values: bool, codes: bool, device: torch.device
+) -> tuple[table.Table, tuple[int, int, int, int]]:
+    """The table that ``run_grouped`` takes, for rows as table.py says, and its tiling."""
+    tiling = VALUES_SHAPE if values else PACK_SHAPE
+    return table.build(rows, tiling[0] * tiling[2], device), tiling
+
+
+def run_grouped(
+    t: table.Table, tiling: tuple[int, int, int, int], amax: Tensor, x_type: torch.dtype, out_type: torch.dtype,
+    values: bool, codes: bool,
+) -> None:  # fmt: skip
+    """Launch."""
+    tile, warps, repeat, stages = tiling
+    pdl = is_sm90(amax.device)
+    packed = pdl and x_type == torch.bfloat16 == out_type
+    limit = registers(capability(amax.device)[0], values)
     grouped_kernel[(t.total,)](
-        t.rows, t.tiles, amax, t.per_tensor, X=TYPES[x_type], OUT=TYPES[out[0].dtype if out else x_type],
-        UNIFORM=t.tiles is None, QDQ=bool(out), CODES=bool(codes), ALIGNED=t.aligned, BLOCKS=tile,
-        REPEAT=repeat, STAGES=stages, SLOW=SLOW_BLOCKS, num_warps=warps, maxnreg=limit, **NO_CONTRACTION,
+        t.rows, t.tiles, amax, t.per_tensor, X=TYPES[x_type], OUT=TYPES[out_type],
+        UNIFORM=t.tiles is None, QDQ=values, CODES=codes, ALIGNED=t.aligned, BLOCKS=tile, REPEAT=repeat, STAGES=stages,
+        SLOW=SLOW_BLOCKS, num_warps=warps, maxnreg=limit, PACKED=packed, PDL=pdl, launch_pdl=pdl, **NO_CONTRACTION,
     )  # fmt: skip
 
 

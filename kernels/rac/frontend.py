@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..nvfp4 import reference as nvfp4
-from ..nvfp4.frontend import DTYPES, check, check_scale, has_kernels, is_eager
+from ..nvfp4.checks import DTYPES, check, check_scale
+from ..nvfp4.frontend import has_kernels, is_eager
 from . import reference
 from .blocks import Selection, checked_index, order_of, prepare
 from .reference import Quantized
@@ -20,9 +21,9 @@ MAX_K = 16384  # a row is one program's tile: 16 warps of 32 elements a thread
 
 
 def _kernels() -> ModuleType:
-    from . import triton as kernels
+    from . import launch
 
-    return kernels
+    return launch
 
 
 def _check_rows(x: Tensor, silu: bool) -> int:

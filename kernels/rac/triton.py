@@ -6,14 +6,12 @@ without a residual do no residual's work.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..nvfp4.device import (
-    NO_CONTRACTION,
     SIX_E4M3_MAX,
     block_scale,
     block_top,
@@ -74,6 +72,7 @@ def _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr
            RESIDUAL: tl.constexpr, CODES: tl.constexpr, SWIZZLED: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     """Quantise loaded blocks of a row, and (RESIDUAL) the residual of those placed below ``count``."""
     s8, step = block_scale(block_top(low, high), scale, FAST)
+    step = step[:, None]
     VALUES: tl.constexpr = RESIDUAL or not CODES
     low_m, high_m, low_c, high_c, low, high = magnitudes(low, high, step, VALUES, FAST)
     columns = row_blocks + count
@@ -86,6 +85,7 @@ def _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr
         chosen = mask & (place < count)
         low_r, high_r = low - low_v, high - high_v
         rest_s8, rest_step = block_scale(block_top(low_r, high_r), scale, FAST)
+        rest_step = rest_step[:, None]
         low_m, high_m, low_c, high_c, low_r, high_r = magnitudes(low_r, high_r, rest_step, not CODES, FAST)
         if CODES:
             _store_codes(codes_ptr, row_blocks + place, low_c, high_c, low_r, high_r, chosen)
@@ -101,13 +101,16 @@ def _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr
 def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_ptr, scale_out_ptr, row_blocks, head,
                 count, OWN_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, ORDERED: tl.constexpr,
                 SILU: tl.constexpr, CODES: tl.constexpr, SWIZZLED: tl.constexpr, HEAD: tl.constexpr,
-                TAIL: tl.constexpr, SLOW: tl.constexpr):  # fmt: skip
+                TAIL: tl.constexpr, SLOW: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Row program_id(0) of x [tokens, 16 row_blocks] ([tokens, 32 row_blocks] with SILU).
 
     Its blocks in ``order`` (int32 [row_blocks]; as they lie unless ORDERED) have a residual below ``count``. The first
     ``head`` blocks are the tile HEAD, the rest TAIL; either may be 0. Writes DQ(Q(x)) + DQ(Q(r_S)) to ``out``, or (CODES)
     [Q(x) | Q(r_S)].
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     FP32: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     row = tl.program_id(0).to(tl.int64)
     x = x_ptr + row * x_stride
@@ -143,50 +146,3 @@ def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_pt
                                                        SLOW)  # fmt: skip
             _write(place3, block3, mask3, low3, high3, row, scale, out, codes, s8_ptr, row_blocks, count, HEAD > 0,
                    CODES, SWIZZLED, False)  # fmt: skip
-
-
-def tiles(blocks: int, count: int) -> tuple[int, int, int]:
-    """How many blocks come first, and the two tiles' sizes: split where that costs no more than one tile of all."""
-    whole = triton.next_power_of_2(blocks)
-    if count == 0:
-        return 0, 0, whole
-    head, tail = triton.next_power_of_2(count), triton.next_power_of_2(blocks - count) if count < blocks else 0
-    return (count, head, tail) if tail and head + tail <= whole else (blocks, whole, 0)
-
-
-def warps(tokens: int, blocks: int) -> int:
-    """32 elements a thread; half as many for a few rows, where latency is what counts.
-
-    Never more: with triton 3.6 a thread of 64 elements wrote wrong codes (cause not found), which is what bounds MAX_K.
-    """
-    return max(1, min(16, blocks // (32 if tokens <= 512 else 64)))
-
-
-def rows(
-    x: Tensor,
-    k: int,
-    scale: Tensor | None,
-    order: Tensor | None,
-    count: int,
-    silu: bool,
-    out: Tensor | None,
-    codes: Tensor | None = None,
-    s8: Tensor | None = None,
-    scale_out: Tensor | None = None,
-    swizzled: bool = False,
-) -> None:
-    """Launch ``rows_kernel`` over x [tokens, K] (or [tokens, 2 K] with silu), whose last stride is 1."""
-    tokens = x.shape[0]
-    if not tokens:
-        return
-    if x.data_ptr() % (2 * x.element_size()) or x.stride(0) % 2:
-        x = x.clone(memory_format=torch.contiguous_format)  # values are read in pairs
-    head, head_tile, tail_tile = tiles(k // 16, count)
-    # pointers that are not used stand in as x: a null pointer would be another specialisation
-    rows_kernel[(tokens,)](
-        x, x.stride(0), x if scale is None else scale, x if order is None else order, x if out is None else out,
-        x if codes is None else codes, x if s8 is None else s8, x if scale_out is None else scale_out, k // 16, head,
-        count, OWN_SCALE=scale is None, ROW_SCALE=scale is not None and scale.numel() > 1, ORDERED=order is not None,
-        SILU=silu, CODES=codes is not None, SWIZZLED=swizzled, HEAD=head_tile, TAIL=tail_tile,
-        SLOW=SLOW_BLOCKS, num_warps=warps(tokens, head_tile + tail_tile), **NO_CONTRACTION,
-    )  # fmt: skip
