@@ -20,9 +20,11 @@ from megatron_quads.checkpoint.gather import iter_hf_tensors
 from megatron_quads.checkpoint.hf import read_model_config
 from megatron_quads.config import QuadsConfig
 from megatron_quads.errors import QuadsError
-from megatron_quads.te import arguments
+from megatron_quads.patches import megatron_cpu
+from megatron_quads.rl.refit import is_expert, tensor_digest
+from megatron_quads.te import arguments, single
 from megatron_quads.te.experts import expert_gemms
-from megatron_quads.te.install import Installed, install
+from megatron_quads.te.install import Installed, compute_weight, install
 from megatron_quads.trainer import runtime
 from megatron_quads.trainer.args import parse_args
 from megatron_quads.trainer.trainer import Trainer
@@ -95,11 +97,13 @@ def layout(folder: Path, argv: list[str]) -> None:
     out["resumed"] = back.logprobs(tokens())[0].equal(plain.logprobs(tokens())[0])
     out["resumed_counts"] = counts(before)
     out["resumed_step"] = back.step(batch(7), loss) == plain.step(batch(7), loss)
-    transient = Trainer(args, hf, QuadsConfig(recipe="bf16"), load_weights=False)
-    lean = install(transient.chunks, quads, cache="transient")
-    transient.load(folder / "checkpoint")
-    out["transient_step"] = transient.step(batch(7), loss)["grad_norm"] == back_grad_norm(folder, args, hf, quads)
-    out["transient_bytes"] = sum(g.nbytes for g in lean.groups)
+    wanted = back_grad_norm(folder, args, hf, quads)
+    for cache in ("packed", "transient"):
+        lean = Trainer(args, hf, QuadsConfig(recipe="bf16"), load_weights=False)
+        groups = install(lean.chunks, quads, cache=cache, debug=True).groups  # type: ignore[arg-type]
+        lean.load(folder / "checkpoint")
+        out[f"{cache}_step"] = lean.step(batch(7), loss)["grad_norm"] == wanted
+        out[f"{cache}_bytes"] = sum(g.nbytes for g in groups)
     out["copy_bytes"] = sum(g.nbytes for g in done.groups)
     out["expert_bytes"] = sum(p.numel() * p.element_size() for g in done.groups for p in g.params)
     (folder / f"layout-{dist.get_rank()}.json").write_text(json.dumps(out))
@@ -175,7 +179,78 @@ def curve(folder: Path, argv: list[str]) -> None:
     runtime.shutdown()
 
 
-MODES = {"layout": layout, "faults": faults, "curve": curve}
+def reshard(folder: Path, argv: list[str]) -> None:
+    """Save in one layout, or load in another what was saved: the digests of what the GEMMs multiply with, and a loss."""
+    hf = read_model_config(folder / "hf")
+    args = parse_args(["--lr", "1e-3", "--micro-batch-size", "2", *argv], hf)
+    runtime.initialize(args)
+    saved = folder / "checkpoint"
+    trainer = Trainer(args, hf, QuadsConfig(recipe="bf16"), load_weights=not saved.exists())
+    done = install(trainer.chunks, QuadsConfig(recipe="qat"))
+    out: dict[str, Any] = {"weights": done.weights}
+    if saved.exists():
+        trainer.load(saved)
+    else:
+        for i in range(2):
+            trainer.step(batch(i), loss)
+        trainer.save(saved, {})
+    out["digests"] = {
+        n: tensor_digest(w) for n, w in iter_hf_tensors(trainer.chunks, hf, weights="compute") if is_expert(n)
+    }
+    out["master"] = {n: tensor_digest(w) for n, w in iter_hf_tensors(trainer.chunks, hf)}
+    out["loss"] = trainer.step(batch(2), loss)["loss"]
+    if dist.get_rank() == 0:
+        (folder / f"reshard-{dist.get_world_size()}.json").write_text(json.dumps(out))
+    runtime.shutdown()
+
+
+def virtual(folder: Path, argv: list[str]) -> None:
+    """Two virtual stages on each of two ranks: losses and gradients against chunks that hold the quantised weights."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    runtime.apply_patches()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=True
+    )
+    shape = single.Shape(layers=4, experts=4, hidden=64, head_dim=16, inner=32, sequence=16, tokens=32, vocab=64)
+    settings: dict[str, Any] = {
+        "te": False, "grouped": False, "normalization": "LayerNorm", "dtype": torch.float32,
+        "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "deallocate_pipeline_outputs": False,
+    }  # fmt: skip
+    models = [[single.build(shape, seed=s, vp_stage=s, **settings) for s in range(2)] for _ in range(2)]
+    done = install(models[0], QuadsConfig(recipe="qat", keep_first_layers=1))
+    for quads, plain in zip(*models, strict=True):
+        for (name, p), q in zip(quads.named_parameters(), plain.parameters(), strict=True):
+            module = quads.get_submodule(name.rpartition(".")[0])
+            q.data.copy_(compute_weight(module, p))
+    ids = [torch.randint(0, shape.vocab, (2, 16), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def forward(iterator: Any, model: Any) -> Any:
+        return single.losses(model, next(iterator)), lambda out: (out.mean(), {"loss": out.detach().mean().item()})
+
+    found = []
+    for chunks in models:
+        with megatron_cpu.CudaLiterals():  # the interleaved schedule has no patch of its own
+            reports = get_forward_backward_func()(
+            forward_step_func=forward, data_iterator=[iter(ids), iter(ids)], model=chunks, num_microbatches=4,
+            seq_length=16, micro_batch_size=2, forward_only=False,
+        )  # fmt: skip
+        found.append(([r["loss"] for r in reports], [p.grad for c in chunks for p in c.parameters()]))
+    (losses, grads), (expected, reference) = found
+    out = {
+        "layers": sorted({int(n.split(".")[1]) for g in done.groups for n in g.names}),
+        "losses": losses == expected,
+        "reports": len(losses),
+        "grads": [a is not None and a.equal(b) for a, b in zip(grads, reference, strict=True)],
+        "quantized": counts(done),
+    }
+    (folder / f"virtual-{dist.get_rank()}.json").write_text(json.dumps(out))
+    runtime.shutdown()
+
+
+MODES = {"layout": layout, "faults": faults, "curve": curve, "reshard": reshard, "virtual": virtual}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()

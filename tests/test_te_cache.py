@@ -1,4 +1,4 @@
-"""DQ(Q(W)) of a group: when it is computed, what it is, and what is refused. Plain torch, no Megatron."""
+"""DQ(Q(W)) of a group: when it is computed, what it is, and what is refused. Plain torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron_quads.errors import QuadsError
 from megatron_quads.kernels.nvfp4 import reference as nvfp4
 from megatron_quads.te.cache import WeightGroup, clock
+from megatron_quads.te.install import ModuleWeights
+from megatron_quads.te.scratch import Scratch, write_again
 from megatron_quads.te.substitute import substitute
 
 
@@ -32,7 +34,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(x.equal(y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["copy", "transient"])
+@pytest.mark.parametrize("mode", ["copy", "packed", "transient"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_computed_once_until_a_weight_changes(mode: str, dtype: torch.dtype) -> None:
     params = weights(dtype)
@@ -51,14 +53,15 @@ def test_computed_once_until_a_weight_changes(mode: str, dtype: torch.dtype) -> 
     assert equal(g.values(), expected(params)) and g.quantized == 5
     params[0].data = params[0].data * 2  # another storage
     assert equal(g.values(), expected(params)) and g.quantized == 6
-    kept = sum(p.numel() * p.element_size() for p in params) if mode == "copy" else 0
-    assert g.nbytes == kept
+    numbers = sum(p.numel() for p in params)
+    assert g.nbytes == {"copy": numbers * dtype.itemsize, "packed": numbers * 9 // 16, "transient": 0}[mode]
 
 
-def test_writes_behind_torchs_back_need_a_word() -> None:
+@pytest.mark.parametrize("mode", ["copy", "packed"])
+def test_writes_behind_torchs_back_need_a_word(mode: str) -> None:
     """A distributed optimizer writes through views of another tensor: only its step tells."""
     params = weights()
-    plain, debug = group(params), group(params, debug=True)
+    plain, debug = group(params, mode=mode), group(params, mode=mode, debug=True)
     old = [v.clone() for v in plain.values()]
     debug.values()
     params[1].data.mul_(1.5)
@@ -73,9 +76,10 @@ def test_writes_behind_torchs_back_need_a_word() -> None:
     assert equal(plain.values(), expected(params))
 
 
-def test_a_change_within_a_block_that_keeps_the_amax_is_stale_too() -> None:
+@pytest.mark.parametrize("mode", ["copy", "packed"])
+def test_a_change_within_a_block_that_keeps_the_amax_is_stale_too(mode: str) -> None:
     params = weights()
-    g = group(params, debug=True)
+    g = group(params, mode=mode, debug=True)
     g.values()
     params[0].data[0, 0] = params[0].data.abs().amax() / 2
     with pytest.raises(QuadsError, match=r"\[w0\]"):
@@ -157,3 +161,66 @@ def test_a_refresh_before_the_backward_pass_is_caught() -> None:
     g.values()
     with pytest.raises(RuntimeError, match="inplace"):
         y.sum().backward()
+
+
+class Layer(torch.nn.Module):
+    """One weight of a group, as a linear layer takes it."""
+
+    def __init__(self, g: WeightGroup, index: int) -> None:
+        super().__init__()
+        self.quads_weights = ModuleWeights(g, index, 1, fused=False, substituted=True)
+        if g.mode != "copy":
+            write_again(self, self.quads_weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.quads_weights.given()[0].T
+
+
+@pytest.mark.parametrize("mode", ["packed", "transient"])
+def test_layers_share_memory_and_get_their_values_again_for_the_backward_pass(mode: str) -> None:
+    """Two layers, two micro-batches in flight: gradients are those with a copy, bit for bit; memory is one layer's."""
+    found = []
+    for m in ("copy", mode):
+        gen = torch.Generator().manual_seed(5)
+        params = [torch.nn.Parameter(torch.randn(64, 64, generator=gen)) for _ in range(3)]
+        g = group(params, mode=m)
+        layers = torch.nn.Sequential(*(Layer(g, i) for i in range(3)))
+        Scratch.release()
+        xs = [torch.randn(8, 64, generator=gen, requires_grad=True) for _ in range(2)]
+        ys = [layers(x).square().mean() for x in xs]
+        assert Scratch.nbytes() == (0 if m == "copy" else 64 * 64 * 4)
+        for y in ys:
+            y.backward()
+        found.append([*(x.grad for x in xs), *(p.grad for p in params)])
+        assert g.quantized == 1
+    assert equal(*found) and all(t.abs().sum() > 0 for t in found[0])
+
+
+def test_shared_memory_is_not_used_without_a_note() -> None:
+    """A graph that kept the values themselves must not go on when others have been written there."""
+    params = weights(torch.float32)
+    g = group(params, mode="packed")
+    x = torch.randn(4, 64, requires_grad=True)
+    y = x @ substitute(params[:1], g.values(0, 1), fused=False)[0].T
+    g.values(1, 1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+    layer = Layer(g, 0)
+    y = layer(x)
+    with torch.no_grad():
+        params[0].mul_(2)
+    g.values()
+    with pytest.raises(RuntimeError, match="changed inplace between"):
+        y.sum().backward()
+
+
+def test_a_part_of_a_group_is_looked_at_alone() -> None:
+    """Each layer looks at its own weights; a change there renews the whole group, one elsewhere waits for its layer."""
+    params = weights()
+    g = group(params)
+    g.values()
+    with torch.no_grad():
+        params[2].mul_(1.5)
+    assert equal(g.values(0, 2), expected(params)[:2]) and g.quantized == 1
+    assert equal(g.values(2, 1), expected(params)[2:]) and g.quantized == 2
+    assert equal(g.values(0, 2), expected(params)[:2]) and g.quantized == 2

@@ -40,7 +40,7 @@ REFUSED = [
     ("--hidden-size 72", "72 is not a multiple of 16 [--hidden-size]"),
     ("--moe-ffn-hidden-size 40", "40 is not a multiple of 16 [--moe-ffn-hidden-size]"),
     ("--quads-recipe fp8", "use bf16 with Megatron's --fp8-format"),
-    ("--quads-weight-cache transient", "add --recompute-granularity selective --recompute-modules moe"),
+    ("--quads-weight-cache packed --quads-weight-hook recipe", "[--quads-weight-hook recipe]; use substitute"),
     ("--quads-recipe symmetric --quads-activation-scale tensor", "[--quads-activation-scale]; use token"),
     ("--quads-module-pattern nothing.*", "matches no layer of 4"),
     ("--quads-keep-first-layers 2 --quads-keep-last-layers 2", "matches no layer of 4"),
@@ -48,7 +48,7 @@ REFUSED = [
     ("--quads-weight-hook recipe", "transformer-engine"),
     ("--sft", "[--sft]; add the recipe's two lines"),
     ("--gradient-accumulation-fusion-is-no-flag", "unrecognized arguments"),
-    ("--quads-weight-cache packed", "invalid choice: 'packed'"),
+    ("--quads-weight-cache none", "invalid choice: 'none'"),
 ]
 
 
@@ -78,8 +78,8 @@ def test_dense_models_and_missing_apex() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--quads-weight-cache transient --recompute-granularity selective --recompute-modules moe",
-        "--quads-weight-cache transient --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--quads-weight-cache transient",
+        "--quads-weight-cache packed --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--cuda-graph-impl local --cuda-graph-modules attn",
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 2",
         "--quads-recipe bf16 --fp8-format hybrid",

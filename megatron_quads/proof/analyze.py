@@ -36,7 +36,7 @@ from ..rac.metadata import RacMetadata
 from ..rac.select import Gemm
 from ..rac.statistics import ActivationScale, activation_scale, all_reduce
 from ..trainer.activations import emulate_activations, observe_experts
-from ..trainer.experts import compute_weight, expert_linears
+from ..trainer.experts import expert_linears
 from ..trainer.logprobs import token_logprobs
 from ..trainer.model import build
 from .analyze_report import Analysis, LayerRow, Row, plot, show
@@ -159,7 +159,7 @@ class _LayerErrors:
     """Observes the experts' inputs and accumulates squared output errors of each way of computing the expert."""
 
     def __init__(self, chunks: list[nn.Module], rac: RacMetadata | None, mode: ActivationScale) -> None:
-        self.modules = {(e.layer, e.expert, e.kind): e.module for e in expert_linears(chunks)}
+        self.linears = {(e.layer, e.expert, e.kind): e for e in expert_linears(chunks)}
         self.rac, self.mode = rac, mode
         self.sums: dict[int, Tensor] = {}  # layer -> [reference, weight, activation, activation with RAC]
 
@@ -167,9 +167,9 @@ class _LayerErrors:
         """Take gate_up's input x [tokens, hidden] and compute the expert four ways."""
         if gemm != "gate_up" or not x.numel():
             return
-        fc1, fc2 = (self.modules[layer, expert, kind] for kind in ("fc1", "fc2"))
-        masters = fc1.weight, fc2.weight
-        weights = compute_weight(fc1), compute_weight(fc2)
+        fc1, fc2 = (self.linears[layer, expert, kind] for kind in ("fc1", "fc2"))
+        masters = fc1.parameter, fc2.parameter
+        weights = fc1.compute_weight().clone(), fc2.compute_weight()  # a value may live until the next is asked for
         selection = self.rac.layers.get(layer) if self.rac else None
 
         def quantise(x: Tensor, gemm: Gemm, with_rac: bool) -> Tensor:

@@ -17,7 +17,7 @@ TE_OLDEST = Version("2.14")  # GroupedLinear takes its weights from a method tha
 TE_CUSTOM_RECIPE = Version("2.19")  # IdentityQuantizer: a recipe can leave activations and gradients alone
 
 HOOKS = ("substitute", "recipe")
-CACHES = ("copy", "transient")
+CACHES = ("copy", "packed", "transient")
 
 # name of the argument and of the model config's field, its flag, what the matter is, the remedy
 _REFUSED = (
@@ -51,8 +51,8 @@ def add_quads_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group = parser.add_argument_group(title="quads trainer")
     group.add_argument(
         "--quads-weight-cache", choices=CACHES, default="copy",
-        help="copy: keep DQ(Q(W)) of the local experts for the whole step (one copy of them); transient: keep only the "
-        "amax and compute it at every use (no copy with recomputed experts, more time)",
+        help="copy: keep DQ(Q(W)) of the local experts for the whole step (one copy of them); packed: keep codes and block "
+        "scales, 4.5 bits a weight, and dequantise at every use; transient: keep only the amax and quantise at every use",
     )  # fmt: skip
     group.add_argument(
         "--quads-weight-hook", choices=HOOKS, default="substitute",
@@ -129,12 +129,7 @@ def refuse_arguments(args: argparse.Namespace, quads: QuadsConfig) -> None:
             raise QuadsError(
                 f"{k}{over} is not a multiple of {BLOCK}", where=flag, do="NVFP4 needs whole blocks: change the size"
             )
-    if args.quads_weight_cache == "transient" and not recomputes_experts(args):
-        raise QuadsError(
-            "without recomputed experts every layer's values wait for the backward pass: that is a copy again",
-            where="--quads-weight-cache transient",
-            do="add --recompute-granularity selective --recompute-modules moe",
-        )
+    refuse_hook(args.quads_weight_hook, args.quads_weight_cache)
     refuse_activations(quads)
     if getattr(args, "transformer_impl", None) == "transformer_engine" or args.quads_weight_hook == "recipe":
         require_te(args.quads_weight_hook)
@@ -150,11 +145,12 @@ def refuse_activations(quads: QuadsConfig) -> None:
         )
 
 
-def recomputes_experts(args: argparse.Namespace) -> bool:
-    """Whether the experts' forward pass is repeated right before their backward pass."""
-    if args.recompute_granularity == "full":
-        return True
-    return args.recompute_granularity == "selective" and "moe" in (args.recompute_modules or [])
+def refuse_hook(hook: str, cache: str) -> None:
+    """A recipe's operand holds on to its values; only substituted ones can be written again."""
+    if hook == "recipe" and cache != "copy":
+        raise QuadsError(
+            f"cache {cache} needs substituted weights", where="--quads-weight-hook recipe", do="use substitute"
+        )
 
 
 def te_version() -> Version | None:

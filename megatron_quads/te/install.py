@@ -19,6 +19,7 @@ from . import arguments
 from .activations import quantize_input
 from .cache import Mode, WeightGroup
 from .experts import ExpertGemm, expert_gemms
+from .scratch import write_again
 from .substitute import substitute
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class ModuleWeights:
 
     def values(self) -> list[Tensor]:
         """DQ(Q(.)) of the layer's weights, without gradient."""
-        return self.group.values()[self.first : self.first + self.count]
+        return self.group.values(self.first, self.count)
 
     def given(self) -> list[Tensor]:
         """The same, with the parameters' gradient: what the layer's GEMM takes in their place.
@@ -82,17 +83,20 @@ def install(
     hook: str = "substitute",
     debug: bool = False,
     shared_launch: bool = True,
+    inputs: bool = True,
 ) -> Installed:
     """Collective: from now on the routed experts that ``quads`` selects multiply with DQ(Q(weight)).
 
     ``chunks``: this rank's model chunks, wrapped in DDP or not, before the first forward pass. ``hook``: see
-    ``--quads-weight-hook``. ``shared_launch``: experts that are separate modules (SequentialMLP) are quantised together;
-    must be off when parameters arrive module by module (``--overlap-param-gather``). Also installs what a
-    ``--te-precision-config-file`` has given ``megatron_quads.recipe.factory``, whatever ``quads`` selects. Raises
-    QuadsError, on every rank, when a rank has no such module, when ranks have different Transformer Engines, when a
-    setting of the model rules it out; on one for a K that is not a multiple of 16.
+    ``--quads-weight-hook``. ``shared_launch``: the weights of all layers are quantised together; must be off when
+    parameters arrive module by module (``--overlap-param-gather``). ``inputs``: the symmetric recipe also quantises the
+    experts' inputs. Also installs what a ``--te-precision-config-file`` has given ``megatron_quads.recipe.factory``,
+    whatever ``quads`` selects. Raises QuadsError, on every rank, when a rank has no such module, when ranks have different
+    Transformer Engines, when a setting of the model rules it out; on one for a K that is not a multiple of 16.
     """
-    arguments.refuse_activations(quads)
+    if inputs:
+        arguments.refuse_activations(quads)
+    arguments.refuse_hook(hook, cache)
     models = unwrap_model(list(chunks))
     config = models[0].config
     if quads.quantized_trainer:
@@ -108,13 +112,14 @@ def install(
         )
     _require_everywhere(quads, sum(len(g.modules) for g in chosen))
     registry.apply(megatron_te.required(hook, {g.backend for g in chosen}))
-    groups: list[WeightGroup] = []
-    for gemm in chosen:
-        for part in [gemm.modules] if shared_launch else [(m,) for m in gemm.modules]:
-            groups.append(_install_group(gemm, part, cache=cache, hook=hook, debug=debug))
-        if quads.quantized_trainer_activations:
-            for module in gemm.modules:
-                _quantize_inputs(module, gemm)
+    places = [(gemm, i) for gemm in chosen for i in range(len(gemm.modules))]
+    together: dict[Any, list[tuple[ExpertGemm, int]]] = {}
+    for n, (gemm, i) in enumerate(places):
+        together.setdefault(gemm.kind if shared_launch else n, []).append((gemm, i))
+    groups = [_install_group(part, cache=cache, hook=hook, debug=debug) for part in together.values()]
+    if quads.quantized_trainer_activations and inputs:
+        for gemm, i in places:
+            _quantize_inputs(gemm.modules[i], gemm)
     done = Installed(tuple(groups), sum(len(g.modules) for g in chosen), sum(len(g.params) for g in groups))
     log.info("recipe %s: %d expert linears with %d weights on this rank", quads.recipe, done.modules, done.weights)
     return done
@@ -127,20 +132,19 @@ def _is_chosen(gemm: ExpertGemm, quads: QuadsConfig, num_layers: int) -> bool:
     return params is not None and params.training_recipe.custom_recipe_factory == FACTORY
 
 
-def _install_group(
-    gemm: ExpertGemm, modules: tuple[nn.Module, ...], *, cache: Mode, hook: str, debug: bool
-) -> WeightGroup:
+def _install_group(part: list[tuple[ExpertGemm, int]], *, cache: Mode, hook: str, debug: bool) -> WeightGroup:
+    """One group for these modules (a GEMM, and which of its modules)."""
     params: list[Tensor] = []
+    names: list[str] = []
     places = []
-    for module in modules:
-        mine = gemm.params(module)
-        places.append((module, len(params), len(mine)))
+    for gemm, i in part:
+        mine = gemm.params(gemm.modules[i])
+        first = 0 if len(gemm.modules) == 1 else i
+        places.append((gemm, gemm.modules[i], len(params), len(mine)))
         params += mine
-    first = gemm.modules.index(modules[0]) if len(modules) == 1 else 0
-    group = WeightGroup(
-        params, gemm.names[first : first + len(params)], tp_group=gemm.tp_group, mode=cache, debug=debug
-    )
-    for module, start, count in places:
+        names += gemm.names[first : first + len(mine)]
+    group = WeightGroup(params, names, tp_group=part[0][0].tp_group, mode=cache, debug=debug)
+    for gemm, module, start, count in places:
         weights = ModuleWeights(group, start, count, fused=_accumulates(module, gemm), substituted=hook == "substitute")
         given = getattr(module, "te_quant_params", None)
         if hook == "recipe":
@@ -151,6 +155,14 @@ def _install_group(
                 where=f"--te-precision-config-file, layer {gemm.layer} {gemm.kind}",
                 do=f"take the experts out of it, or give them {FACTORY} and add --quads-weight-hook recipe",
             )
+        if cache != "copy":
+            if gemm.backend == "local" and weights.fused:
+                raise QuadsError(
+                    "Megatron's own layers look for main_grad on the weight that autograd kept, and here it keeps none",
+                    where=f"--quads-weight-cache {cache}",
+                    do="add --no-gradient-accumulation-fusion",
+                )
+            write_again(module, weights)
         module.quads_weights = weights  # type: ignore[assignment]
     return group
 
@@ -232,10 +244,12 @@ def invalidate(chunks: Sequence[nn.Module]) -> None:
 def compute_weight(module: nn.Module, parameter: Tensor) -> Tensor:
     """What the layer's GEMM multiplies with for one of its parameters: DQ(Q(.)), or the parameter itself.
 
-    Collective over the expert tensor parallel group, for all weights of the group, when the kept value is old.
+    Collective over the expert tensor parallel group, for all weights of the group, when the kept value is old. Without a
+    kept copy it is good until the next one is asked for.
     """
     weights = getattr(module, "quads_weights", None)
     if weights is None:
         return parameter
-    index = next(i for i, p in enumerate(weights.group.params) if p is parameter)
-    return weights.group.values()[index]
+    mine = weights.group.params[weights.first : weights.first + weights.count]
+    index = next(i for i, p in enumerate(mine) if p is parameter)
+    return weights.values()[index]  # type: ignore[no-any-return]

@@ -48,8 +48,15 @@ def start() -> None:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
 
 
-def build(shape: Shape, *, seed: int = 0, te: bool = True, grouped: bool = True, **settings: Any) -> nn.Module:
-    """A GPTModel in BF16 on the GPU, not wrapped. ``settings`` override the TransformerConfig."""
+def build(
+    shape: Shape, *, seed: int = 0, te: bool = True, grouped: bool = True, hybrid: bool = False,
+    vp_stage: int | None = None, **settings: Any,
+) -> nn.Module:  # fmt: skip
+    """A GPTModel in BF16 on the GPU, not wrapped. ``settings`` override the TransformerConfig.
+
+    ``hybrid``: a HybridModel of as many attention and as many MoE layers. ``vp_stage``: only that virtual pipeline stage.
+    """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -62,7 +69,7 @@ def build(shape: Shape, *, seed: int = 0, te: bool = True, grouped: bool = True,
     torch.manual_seed(seed)
     dtype = settings.pop("dtype", torch.bfloat16)
     values: dict[str, Any] = {
-        "num_layers": shape.layers,
+        "num_layers": shape.layers * (2 if hybrid else 1),
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
         "num_query_groups": shape.groups,
@@ -89,10 +96,23 @@ def build(shape: Shape, *, seed: int = 0, te: bool = True, grouped: bool = True,
         "use_cpu_initialization": not ON_GPU,
     }
     config = TransformerConfig(**{**values, **settings})
+    common: dict[str, Any] = {
+        "vocab_size": shape.vocab, "max_sequence_length": shape.sequence, "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+    }  # fmt: skip
+    if hybrid:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        made = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern="*E" * shape.layers, **common)
+        return made.to(DEVICE, dtype)
     make = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
     spec = make(num_experts=shape.experts, moe_grouped_gemm=grouped, qk_layernorm=True)
-    model = GPTModel(config, spec, vocab_size=shape.vocab, max_sequence_length=shape.sequence,
-                     position_embedding_type="rope", share_embeddings_and_output_weights=False)  # fmt: skip
+    model = GPTModel(
+        config, spec, vp_stage=vp_stage,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage), **common,
+    )  # fmt: skip
     return model.to(DEVICE, dtype)
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.transformer.mlp import MLP
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,12 +24,13 @@ from ..errors import QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
 from ..kernels.rac import reference as rac_reference
 from ..rac.metadata import GemmSelection, RacMetadata
-from .experts import StraightThrough, expert_linears, moe_layers
+from .experts import StraightThrough, is_quantized, moe_layers
 
 Gemm = Literal["gate_up", "down"]
 ActivationScale = Literal["token", "tensor", "static"]
 Unit = tuple[int, Gemm]
 Observer = Callable[[int, int, Gemm, Tensor], None]
+Map = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 def swiglu(fc1: Tensor) -> Tensor:
@@ -50,34 +53,47 @@ class _Quantizer:
         chosen = selection.indices() if selection else []
         self.blocks = torch.tensor([b - first for b in chosen if first <= b < first + blocks], dtype=torch.int64)
 
-    def _scale(self, x: Tensor) -> Tensor:
+    def _scale(self, x: Tensor, tokens: Sequence[int]) -> Tensor:
         if self.scale_mode == "static":
             return nvfp4.tensor_scale(torch.tensor(self.static_amax, dtype=torch.float32, device=x.device))
         if self.scale_mode == "token":
             amax = x.abs().amax(-1, keepdim=True).float()
-        else:
+        elif len(tokens) == 1:
             amax = nvfp4.amax(x)
+        else:
+            amax = per_expert_amax(x, tokens)
         if self.group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
         return nvfp4.tensor_scale(amax)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, K local] -> what the GEMM multiplies with, gradient straight through."""
+    def __call__(self, x: Tensor, tokens: Sequence[int]) -> Tensor:
+        """x [tokens, K local] -> what the GEMM multiplies with, gradient straight through; ``tokens`` of each expert."""
         with torch.no_grad():
             if self.blocks.device != x.device:
                 self.blocks = self.blocks.to(x.device)
-            value = rac_reference.qdq_with_residual(x.detach(), self._scale(x.detach()), self.blocks)
+            value = rac_reference.qdq_with_residual(x.detach(), self._scale(x.detach(), tokens), self.blocks)
         return StraightThrough.apply(x, value)
 
 
-class _Expert:
-    """Hooks on one expert MLP. ``gate_up`` and ``down`` map an input to the tensor used in its place."""
+def per_expert_amax(x: Tensor, tokens: Sequence[int]) -> Tensor:
+    """fp32 [rows, 1]: the largest magnitude of all rows of the same expert; ``tokens[i]`` rows belong to expert i."""
+    parts = [nvfp4.amax(part).expand(len(part), 1) for part in x.split(list(tokens)) if len(part)]
+    return torch.cat(parts) if parts else x.new_zeros(0, 1, dtype=torch.float32)
 
-    def __init__(self, mlp: MLP, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> None:
+
+class _Expert:
+    """Hooks on one expert's MLP, or on the one of all local experts (``grouped``).
+
+    ``gate_up`` and ``down`` map an input [tokens, K] and the number of tokens of each expert to the tensor used in its place.
+    """
+
+    def __init__(self, mlp: nn.Module, gate_up: Map, down: Map) -> None:
         self.gate_up, self.down = gate_up, down
+        self.grouped = isinstance(mlp, TEGroupedMLP)
         self.probabilities: Tensor | None = None
         self.fc1: Tensor | None = None
-        fc1, fc2 = cast(nn.Module, mlp.linear_fc1), cast(nn.Module, mlp.linear_fc2)
+        linears: Any = mlp
+        fc1, fc2 = linears.linear_fc1, linears.linear_fc2
         self.handles: list[RemovableHandle] = [
             mlp.register_forward_pre_hook(self._enter, with_kwargs=True),
             fc1.register_forward_pre_hook(self._before_fc1),
@@ -86,10 +102,16 @@ class _Expert:
         ]
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.probabilities = args[1] if len(args) > 1 else kwargs["per_token_scale"]
+        if self.grouped:
+            self.probabilities = args[2]
+        else:
+            self.probabilities = args[1] if len(args) > 1 else kwargs["per_token_scale"]
+
+    def _tokens(self, args: tuple[Any, ...]) -> Sequence[int]:
+        return args[1] if self.grouped else [len(args[0])]
 
     def _before_fc1(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.gate_up(args[0]), *args[1:])
+        return (self.gate_up(args[0], self._tokens(args)), *args[1:])
 
     def _after_fc1(self, _: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, Any]) -> None:
         self.fc1 = output[0]
@@ -98,7 +120,7 @@ class _Expert:
         fc1, probabilities = self.fc1, self.probabilities
         self.fc1 = self.probabilities = None
         assert fc1 is not None and probabilities is not None
-        x = self.down(swiglu(fc1))
+        x = self.down(swiglu(fc1), self._tokens(args))
         return ((x * probabilities.unsqueeze(-1)).to(x.dtype), *args[1:])
 
 
@@ -112,13 +134,33 @@ def _hooked(experts: list[_Expert]) -> Iterator[None]:
                 handle.remove()
 
 
-def _quantized_experts(chunks: Sequence[nn.Module], layers: Collection[int] | None) -> Iterator[tuple[int, int, Any]]:
-    """(layer, expert, MLP) of this rank; ``layers`` None takes those whose weights are quantised."""
-    first = {(x.layer, "first"): x.expert for x in reversed(expert_linears(chunks))}
+@dataclass(frozen=True)
+class _Place:
+    """An MLP of this rank. ``expert``: global number of its first one. ``k``: of fc1 and fc2, local."""
+
+    layer: int
+    expert: int
+    mlp: Any
+    k: tuple[int, int]
+    tp_group: dist.ProcessGroup
+
+
+def _mlps(chunks: Sequence[nn.Module]) -> Iterator[_Place]:
     for layer, moe in moe_layers(chunks):
-        for i, mlp in enumerate(moe.experts.local_experts):
-            if mlp.linear_fc1.quantized if layers is None else layer in layers:
-                yield layer, first[layer, "first"] + i, mlp
+        experts: Any = moe.experts
+        first = parallel_state.get_expert_model_parallel_rank() * experts.num_local_experts
+        grouped = isinstance(experts, TEGroupedMLP)
+        name = "weight0" if grouped else "weight"
+        for i, mlp in enumerate([experts] if grouped else experts.local_experts):
+            k1, k2 = (getattr(linear, name).shape[1] for linear in (mlp.linear_fc1, mlp.linear_fc2))
+            yield _Place(layer, first + i, mlp, (k1, k2), experts.tp_group)
+
+
+def _quantized_experts(chunks: Sequence[nn.Module], layers: Collection[int] | None) -> Iterator[_Place]:
+    """The MLPs of ``layers``; None takes those whose weights are quantised."""
+    for place in _mlps(chunks):
+        if is_quantized(place.mlp.linear_fc1) if layers is None else place.layer in layers:
+            yield place
 
 
 @contextlib.contextmanager
@@ -142,24 +184,20 @@ def emulate_activations(
             do="give RAC metadata, or scale per token",
         )
 
-    def keep(x: Tensor) -> Tensor:
+    def keep(x: Tensor, tokens: Sequence[int]) -> Tensor:
         return x
 
     experts = []
-    for layer, _, mlp in _quantized_experts(chunks, None if rac is None else rac.layers):
+    for place in _quantized_experts(chunks, None if rac is None else rac.layers):
+        layer = place.layer
         chosen = rac.layers[layer] if rac is not None else None
-        maps: dict[Gemm, Callable[[Tensor], Tensor]] = {"gate_up": keep, "down": keep}
-        gate_up, down = mlp.linear_fc1, mlp.linear_fc2
+        maps: dict[Gemm, Map] = {"gate_up": keep, "down": keep}
         if units is None or (layer, "gate_up") in units:
-            maps["gate_up"] = _Quantizer(
-                activation_scale, chosen.gate_up if chosen else None, gate_up.weight.shape[1], None
-            )
+            maps["gate_up"] = _Quantizer(activation_scale, chosen.gate_up if chosen else None, place.k[0], None)
         if units is None or (layer, "down") in units:
-            maps["down"] = _Quantizer(
-                activation_scale, chosen.down if chosen else None, down.weight.shape[1], down.tp_group
-            )
+            maps["down"] = _Quantizer(activation_scale, chosen.down if chosen else None, place.k[1], place.tp_group)
         if units is None or maps["gate_up"] is not keep or maps["down"] is not keep:
-            experts.append(_Expert(mlp, maps["gate_up"], maps["down"]))
+            experts.append(_Expert(place.mlp, maps["gate_up"], maps["down"]))
     with _hooked(experts):
         yield
 
@@ -171,20 +209,22 @@ def observe_experts(chunks: Sequence[nn.Module], fn: Observer) -> Iterator[None]
     Layers are those whose weights are quantised, or all when none is. Under expert tensor parallelism "down" is
     gathered to its full K on each rank of the group; all observe the same rows. ``fn`` must not keep or change x.
     """
-    any_quantized = any(x.module.quantized for x in expert_linears(chunks))
+    any_quantized = any(is_quantized(place.mlp.linear_fc1) for place in _mlps(chunks))
     layers = None if any_quantized else {layer for layer, _ in moe_layers(chunks)}
 
-    def watcher(layer: int, expert: int, gemm: Gemm, group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-        def watch(x: Tensor) -> Tensor:
+    def watcher(place: _Place, gemm: Gemm, group: dist.ProcessGroup | None) -> Map:
+        def watch(x: Tensor, tokens: Sequence[int]) -> Tensor:
             with torch.no_grad():
-                fn(layer, expert, gemm, _full_k(x.detach(), group))
+                parts = _full_k(x.detach(), group).split(list(tokens))
+                for i, part in enumerate(parts):
+                    fn(place.layer, place.expert + i, gemm, part)
             return x
 
         return watch
 
     experts = [
-        _Expert(mlp, watcher(layer, e, "gate_up", None), watcher(layer, e, "down", mlp.linear_fc2.tp_group))
-        for layer, e, mlp in _quantized_experts(chunks, layers)
+        _Expert(place.mlp, watcher(place, "gate_up", None), watcher(place, "down", place.tp_group))
+        for place in _quantized_experts(chunks, layers)
     ]
     with _hooked(experts):
         yield

@@ -15,16 +15,22 @@ from unittest import mock
 import torch
 
 from ..checkpoint.hf import HFModel
-from ..config import QuadsConfig, add_arguments
+from ..config import QuadsConfig
 from ..errors import QuadsError
 from ..kernels.nvfp4.reference import BLOCK
+from ..te.arguments import add_quads_arguments, refuse_settings, require_te, te_version
 from .runtime import apply_patches
 
-# the local spec has no fused kernels; on a GPU they come with Transformer Engine or apex, which this spec does not use
-_LOCAL_SPEC = (
-    "--transformer-impl local --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion "
-    "--no-bias-dropout-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --attention-softmax-in-fp32"
+TE = "transformer_engine"
+_UNFUSED = (
+    "--no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm "
+    "--attention-softmax-in-fp32"
 )
+# Megatron's own layers have no fused kernels; Transformer Engine's accumulate their weight gradients without apex
+_SPEC = {
+    "local": f"--transformer-impl local --no-gradient-accumulation-fusion {_UNFUSED}",
+    TE: f"--transformer-impl {TE} --moe-grouped-gemm {_UNFUSED}",
+}
 _DEFAULTS = (
     "--micro-batch-size 8 --lr 1e-5 --lr-decay-style constant --weight-decay 0.0 --clip-grad 1.0 --adam-beta2 0.999 "
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.0 "
@@ -80,11 +86,32 @@ def derived_argv(hf: HFModel) -> list[str]:
 
 def _extra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron ``extra_args_provider``: the recipe's flags, and an off switch for what is on by default here."""
-    add_arguments(parser)
+    add_quads_arguments(parser)
     parser.add_argument(
         "--no-distributed-optimizer", action="store_true", help="keep the whole optimizer state on every rank"
     )
     return parser
+
+
+def layers_of(argv: Sequence[str]) -> str:
+    """Whose layers the trainer is built of: what ``--transformer-impl`` in ``argv`` says, "local" or "transformer_engine".
+
+    Without the flag Transformer Engine's where there is a GPU and the package, else Megatron's own. QuadsError when
+    Transformer Engine was asked for and cannot run.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--transformer-impl")
+    asked = parser.parse_known_args(list(argv))[0].transformer_impl
+    on_gpu = torch.cuda.is_available()
+    if asked is None:
+        return TE if on_gpu and te_version() is not None else "local"
+    if asked not in _SPEC:
+        raise QuadsError(f"{asked!r} is not built", where="--transformer-impl", do=f"choose one of {', '.join(_SPEC)}")
+    if asked == TE:
+        if not on_gpu:
+            raise QuadsError("Transformer Engine needs a GPU", where=f"--transformer-impl {TE}", do="use local here")
+        require_te("substitute")
+    return asked
 
 
 def parse_args(argv: Sequence[str], hf: HFModel) -> argparse.Namespace:
@@ -92,13 +119,14 @@ def parse_args(argv: Sequence[str], hf: HFModel) -> argparse.Namespace:
 
     Architecture flags come from ``hf``; one that contradicts it is refused. The world size is read from WORLD_SIZE.
     Raises QuadsError, in one line, on an unknown flag, a value Megatron refuses, experts that expert parallelism does
-    not divide, a sharded K that is not a multiple of 16, or recipe fp8 where it cannot run.
+    not divide, a sharded K that is not a multiple of 16, or recipe fp8.
     """
     arguments = megatron_arguments()
     derived = derived_argv(hf)
-    with _as_command_line([*_LOCAL_SPEC.split(), *_DEFAULTS.split(), *derived, *argv]):
+    base = [*_SPEC[layers_of(argv)].split(), *_DEFAULTS.split(), *derived]
+    with _as_command_line([*base, *argv]):
         args = arguments.parse_args(extra_args_provider=_extra_arguments)
-    with _as_command_line([*_LOCAL_SPEC.split(), *_DEFAULTS.split(), *derived]):
+    with _as_command_line(base):
         reference = arguments.parse_args(extra_args_provider=_extra_arguments)
     _require_architecture(args, reference, derived)
     quads = QuadsConfig.from_args(args)
@@ -150,7 +178,6 @@ _ALSO_FIXED = (
     "--moe-router-topk-scaling-factor",
     "--moe-router-score-function",
     "--add-qkv-bias",
-    "--transformer-impl",
     "--moe-grouped-gemm",
     "--context-parallel-size",
 )
@@ -186,7 +213,20 @@ def _require_runnable(args: argparse.Namespace, quads: QuadsConfig, hf: HFModel)
             do="start a multiple of both products",
         )
     if quads.recipe == "fp8":
-        raise QuadsError(*_fp8_fault(), where="--quads-recipe", do="use recipe bf16, qat or quads")
+        raise QuadsError(
+            "recipe fp8 needs a rollout that quantises as Megatron's FP8 recipe does, and there is none",
+            where="--quads-recipe",
+            do="use recipe bf16, qat or quads",
+        )
+    if args.transformer_impl == TE:
+        if quads.quantized_trainer:
+            refuse_settings(args)
+    elif args.quads_weight_cache != "copy" or args.quads_weight_hook != "substitute":
+        raise QuadsError(
+            "Megatron's own layers have one way to quantise a weight",
+            where="--quads-weight-cache, --quads-weight-hook",
+            do=f"leave them out, or use --transformer-impl {TE}",
+        )
     if quads.recipe == "bf16":
         return
     quads.quantized_layers(hf.num_layers)
@@ -198,11 +238,3 @@ def _require_runnable(args: argparse.Namespace, quads: QuadsConfig, hf: HFModel)
                 where=str(hf.path),
                 do="NVFP4 needs whole blocks of 16 on each rank: choose another model or a smaller expert TP",
             )
-
-
-def _fp8_fault() -> tuple[str]:
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        return ("recipe fp8 needs Transformer Engine, which is not installed",)
-    return ("recipe fp8 needs Megatron's Transformer Engine layers; this trainer is built on the local spec",)

@@ -2,6 +2,7 @@
 
 They are Megatron's own Column/RowParallelLinear with one method overridden, and reach the model through its layer spec.
 The gradient passes straight through: what the GEMM would give to the quantised weight goes to the parameter unchanged.
+On Transformer Engine's layers ``megatron_quads.te`` does the same; ``expert_linears`` shows both alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -94,12 +95,25 @@ class QuadsRowParallelLinear(_QuantizedExpert, RowParallelLinear):
 
 @dataclass(frozen=True)
 class ExpertLinear:
-    """One expert GEMM of this rank. ``layer`` and ``expert`` are global, 0-based."""
+    """One expert GEMM of this rank. ``layer`` and ``expert`` are global, 0-based.
+
+    ``module``: the expert's own linear, or the one that holds the weights of all local experts.
+    """
 
     layer: int
     expert: int
     kind: Kind
-    module: QuadsColumnParallelLinear | QuadsRowParallelLinear
+    module: Any
+    parameter: nn.Parameter
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its GEMM multiplies with DQ(Q(weight))."""
+        return is_quantized(self.module)
+
+    def compute_weight(self) -> Tensor:
+        """What its GEMM multiplies with; collective as the function of that name."""
+        return compute_weight(self.module, self.parameter)
 
     @property
     def hf_names(self) -> tuple[str, ...]:
@@ -120,13 +134,28 @@ def moe_layers(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, MoELayer]]:
 def expert_linears(chunks: Sequence[nn.Module]) -> list[ExpertLinear]:
     """Every routed expert GEMM of this rank, quantised or not, in the order layer, expert, fc1, fc2."""
     out = []
+    kinds: tuple[Kind, ...] = ("fc1", "fc2")
     for index, moe in moe_layers(chunks):
-        assert isinstance(moe.experts, SequentialMLP)
-        first = parallel_state.get_expert_model_parallel_rank() * moe.experts.num_local_experts
-        for i, expert in enumerate(moe.experts.local_experts):
-            out.append(ExpertLinear(index, first + i, "fc1", expert.linear_fc1))
-            out.append(ExpertLinear(index, first + i, "fc2", expert.linear_fc2))
+        experts: Any = moe.experts
+        first = parallel_state.get_expert_model_parallel_rank() * experts.num_local_experts
+        for i in range(experts.num_local_experts):
+            for kind in kinds:
+                if isinstance(experts, TEGroupedMLP):
+                    module = getattr(experts, f"linear_{kind}")
+                    parameter = getattr(module, f"weight{i}")
+                else:
+                    assert isinstance(experts, SequentialMLP)
+                    module = getattr(experts.local_experts[i], f"linear_{kind}")
+                    parameter = module.weight
+                out.append(ExpertLinear(index, first + i, kind, module, parameter))
     return out
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether an expert's linear multiplies with quantised weights: by its class, or because a recipe is installed."""
+    if isinstance(module, _QuantizedExpert):
+        return module.quantized
+    return getattr(module, "quads_weights", None) is not None
 
 
 def compute_weight(module: nn.Module, parameter: Tensor | None = None) -> Tensor:
@@ -143,10 +172,11 @@ def compute_weight(module: nn.Module, parameter: Tensor | None = None) -> Tensor
 def frozen_weights(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Quantise each expert weight at most once inside: nothing in there may change a weight.
 
+    Does nothing for Transformer Engine's layers, whose values are kept until a weight changes.
     All amax values are reduced over the expert tensor parallel group in one collective. Raises QuadsError naming the
     tensor when a weight is not finite. Does not nest.
     """
-    linears = [x for x in expert_linears(chunks) if x.module.quantized]
+    linears = [x for x in expert_linears(chunks) if isinstance(x.module, _QuantizedExpert) and x.quantized]
     if not linears:
         yield
         return
@@ -173,7 +203,7 @@ def require_match(chunks: Sequence[nn.Module], quads: QuadsConfig) -> None:
     if quads.recipe == "bf16":
         return
     if quads.quantized_trainer:
-        count = sum(x.module.quantized for x in expert_linears(chunks))
+        count = sum(x.quantized for x in expert_linears(chunks))
     else:  # naive: only the rollout quantises, but the same layers must exist
         config = unwrap_model(list(chunks))[0].config
         count = sum(quads.quantizes_layer(x.layer, config.num_layers) for x in expert_linears(chunks))

@@ -36,7 +36,9 @@ def forward(model: nn.Module, tokens: Tensor, args: argparse.Namespace) -> Tenso
     """
     tokens = F.pad(tokens, (0, -tokens.shape[1] % args.tensor_model_parallel_size))
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return model(tokens, positions, _causal_mask(tokens.shape[1], tokens.device))
+    # Transformer Engine's attention is causal by its own setting
+    mask = _causal_mask(tokens.shape[1], tokens.device) if args.transformer_impl == "local" else None
+    return model(tokens, positions, mask)
 
 
 def log_softmax(logits: Tensor, length: int, vocab_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Megatron's GPTModel on its local spec, with this project's expert linears and norm in the spec."""
+"""Megatron's GPTModel: on its local spec with this project's expert linears and norm in it, or on Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules, get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_mlp_module_spec_for_backend,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -20,7 +24,9 @@ from torch import nn
 
 from ..checkpoint.hf import HFModel
 from ..config import QuadsConfig
-from .args import megatron_arguments
+from ..patches import megatron_te, registry
+from ..te.install import install
+from .args import TE, megatron_arguments
 from .experts import QuadsColumnParallelLinear, QuadsRowParallelLinear
 
 
@@ -76,18 +82,26 @@ def build(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig) -> list[nn.
     """This rank's model chunks (one per virtual stage; here always one), randomly initialised, not yet wrapped.
 
     ``quads`` decides which layers' experts quantise their weights; ``args`` decides everything else. Needs
-    ``runtime.initialize``.
+    ``runtime.initialize``. Raises QuadsError, on every rank, when the recipe matches no Transformer Engine layer of one.
     """
     config = megatron_arguments().core_transformer_config_from_args(args)
-    specs = [
-        layer_spec(config, quantized=quads.quantized_trainer and quads.quantizes_layer(i, hf.num_layers))
-        for i in range(hf.num_layers)
-    ]
-    first = get_transformer_layer_offset(config)
-    here = specs[first : first + get_num_layers_to_build(config)]
-    model = GPTModel(
+    spec: TransformerBlockSubmodules | ModuleSpec
+    if args.transformer_impl == TE:
+        registry.apply((megatron_te.OUTPUT_LAYER,))
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=True
+        )
+    else:
+        specs = [
+            layer_spec(config, quantized=quads.quantized_trainer and quads.quantizes_layer(i, hf.num_layers))
+            for i in range(hf.num_layers)
+        ]
+        first = get_transformer_layer_offset(config)
+        here = specs[first : first + get_num_layers_to_build(config)]
+        spec = TransformerBlockSubmodules(layer_specs=here, layer_norm=RMSNorm)
+    model: nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=here, layer_norm=RMSNorm),
+        transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -103,5 +117,10 @@ def build(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig) -> list[nn.
     if args.bf16:
         from megatron.core.transformer.module import Float16Module
 
-        return [Float16Module(config, model)]
+        model = Float16Module(config, model)
+    if args.transformer_impl == TE and quads.quantized_trainer:
+        install(
+            [model], quads, cache=args.quads_weight_cache, hook=args.quads_weight_hook, debug=args.quads_debug,
+            shared_launch=not args.overlap_param_gather, inputs=False,
+        )  # fmt: skip
     return [model]
