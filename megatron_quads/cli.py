@@ -309,6 +309,21 @@ def bench_train(
     train(out, layers=layers)
 
 
+@bench.command("rollout", epilog=_epilog("quads bench rollout --out rollout_h200.json"))
+def bench_rollout(
+    out: Annotated[Path, typer.Option(help="JSON file; the engines' logs are written beside it.")] = Path(
+        "rollout.json"
+    ),
+    layers: Annotated[int, typer.Option(help="Layers of the Qwen3-30B-A3B shape.", min=1)] = 12,
+    arms: Annotated[str | None, typer.Option(help="Comma-separated; default all.")] = None,
+    rounds: Annotated[int, typer.Option(help="Paired rounds.", min=1)] = 6,
+) -> None:
+    """Time vLLM with BF16, FP8, W4A16, emulated W4A4 and QUADS experts in turn, on one GPU."""
+    from .bench_rollout import ARMS, rollout
+
+    rollout(out, layers=layers, arms=tuple(arms.split(",")) if arms else ARMS, rounds=rounds)
+
+
 def _refuse_launcher(command: str) -> None:
     """Proofs start an engine of their own once: not once per rank."""
     if "RANK" in os.environ:

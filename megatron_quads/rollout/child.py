@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -14,7 +15,10 @@ from typing import Any
 
 from ..errors import QuadsError
 from .checks import preflight
+from .kernel_choice import choose
 from .types import TRANSFER_BACKEND, Sample, half_loaded, sample_seed, stop_tokens, unwrap
+
+FRACTION = "QUADS_GPU_MEMORY_FRACTION"
 
 
 class Engine:
@@ -30,9 +34,12 @@ class Engine:
 
         require_registered()
 
+        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+        found = (capability.major, capability.minor) if capability else None
         settings: dict[str, Any] = {
             "dtype": dtype,
-            "enforce_eager": True,
+            # graphs need every layer's kernel to be free of host syncs
+            "enforce_eager": choose(dtype, found) == "emulation",
             "max_model_len": context,
             "max_num_seqs": max_num_seqs,
             "enable_prefix_caching": False,
@@ -45,6 +52,8 @@ class Engine:
         }
         if current_platform.is_cpu():
             settings["kv_cache_memory_bytes"] = 1 << 30
+        elif fraction := os.environ.get(FRACTION):
+            settings["gpu_memory_utilization"] = _fraction(fraction)
         self._llm = LLM(model=checkpoint, **{**settings, **extra})
         self._stop = stop_tokens(Path(checkpoint))
         self._whole = True
@@ -106,13 +115,40 @@ class Engine:
         self._whole = False
         self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"folder": folder, "version": version}})
-        self._llm.finish_weight_update(weight_version=str(version))
+        self._finish(version)
+
+    def update_flat(self, chunk: dict[str, Any], version: int, first: bool, last: bool) -> None:
+        """One chunk of a flat refit (``flat.py``), through the same flow."""
+        if first:
+            self.workers("check_flat", {"rac_hash": chunk["rac_hash"]})
+            self._whole = False
+            self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"folder": "", "version": version, "chunk": chunk}})
+        if last:
+            self._finish(version)
+
+    def _finish(self, version: int) -> None:
+        named = "weight_version" in inspect.signature(self._llm.finish_weight_update).parameters
+        self._llm.finish_weight_update(**({"weight_version": str(version)} if named else {}))
         self._llm.reset_prefix_cache()
+        held = {i["version"] for i in self.workers("info", {})}
+        if held != {version}:
+            raise QuadsError(f"workers acknowledge versions {held}, not {version}", where="rollout", do="restart it")
         self._whole = True
 
     def _require_whole(self) -> None:
         if not self._whole:
             raise half_loaded("rollout")
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise QuadsError(f"{text!r} is not a share of GPU memory", where=FRACTION, do="give a number in (0, 1]")
+    return value
 
 
 def _exit_with_parent(fd: int) -> None:

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +21,7 @@ from torch import Tensor
 from .. import atomic
 from ..checkpoint.hf import read_model_config
 from ..errors import QuadsError
+from .flat import Chunk, Sent, send
 from .types import ACTIVATION_MODES, RolloutInfo, Sample, merge_infos, require_fit
 
 # a launcher's rank variables would make the child's single-process engine join the trainer's world
@@ -168,6 +170,22 @@ class LocalRollout:
     def update_weights(self, folder: str | Path, version: int) -> None:
         """See Rollout.update_weights."""
         self._call("update_weights", folder=str(folder), version=version)
+
+    def update_flat(
+        self, chunks: Iterable[Chunk], version: int, *, rac_hash: str | None, file: str | Path | None = None
+    ) -> Sent:
+        """Refit from packed tensors in memory (``flat.py``): CUDA IPC, or a shared file. Needs the marlin kernel.
+
+        Every worker acknowledges version and hash; QuadsError otherwise, after which it serves nothing.
+        """
+        sent = send(
+            partial(self._call, "update_flat"), chunks, version, rac_hash=rac_hash, file=Path(file) if file else None
+        )
+        for rank, held in enumerate(self._workers("weights_hash")):
+            if held != sent.hash:
+                raise QuadsError(f"worker {rank} acknowledges weights {held}, not {sent.hash}", where="flat refit",
+                                 do="restart the rollout")  # fmt: skip
+        return sent
 
     def audit(self) -> dict[str, str]:
         """See Rollout.audit."""

@@ -43,14 +43,31 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         self.nvfp4_backend = NvFp4MoeBackend.EMULATION
         self.experts_cls = None  # type: ignore[assignment]
         self.index = index
-        self.backend: ExpertBackend = EmulationBackend()
+        self.backend: ExpertBackend | None = self._make_backend()
         self.ready = False
         self.plan: ActivationPlan | None = None
         self._layer = weakref.ref(layer)
         self._loaded: set[tuple[str, int]] = set()
         self._shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         self._vllm_loader: Callable[..., Any] | None = None
+        config = get_current_vllm_config()
+        self.eager = config.model_config.enforce_eager
+        self.dummy = config.load_config.load_format == "dummy"
         _require_supported(layer, index)
+        self._require_kernel(layer)
+
+    kernel = "emulation"
+
+    def _make_backend(self) -> ExpertBackend | None:
+        return EmulationBackend()
+
+    def _require_kernel(self, layer: RoutedExperts) -> None:
+        if not current_platform.is_cpu() and not self.eager:
+            raise QuadsError(
+                "the emulated experts cannot run in CUDA graphs",
+                where=checks.experts_prefix(self.index),
+                do="set --enforce-eager",
+            )
 
     @property
     def is_monolithic(self) -> bool:
@@ -115,7 +132,7 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         """Check that all of it arrived and is sane, then hand it to the backend. Runs after each (re)load."""
         self.ready = False
         experts = global_experts(layer)
-        for expert in experts:
+        for expert in [] if self.dummy else experts:
             for projection in checks.PROJECTIONS.values():
                 for kind in KINDS:
                     if (f"{projection}.{kind}", expert) not in self._loaded:
@@ -126,6 +143,8 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
                         )
         self._loaded.clear()
         tensors = {f"{stem}_{kind}": getattr(layer, f"{stem}_{kind}").data for stem in ("w13", "w2") for kind in KINDS}
+        if self.dummy:
+            _fill_dummy(tensors)
         checks.require_finite_experts(self.index, experts, tensors)
         packed = PackedExperts(
             w13=tensors["w13_weight"],
@@ -135,9 +154,27 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
             w2_scale=tensors["w2_weight_scale"],
             w2_scale_2=tensors["w2_weight_scale_2"],
         )
-        self.backend.load(packed, layer.params_dtype)
         self._make_plan(tensors)
+        self._adopt(layer, packed)
         self.ready = True
+
+    def _adopt(self, layer: RoutedExperts, packed: PackedExperts) -> None:
+        """Hand checked weights to what computes."""
+        assert self.backend is not None
+        self.backend.load(packed, layer.params_dtype)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The dequantised (w13 [E, 2I, H], w2 [E, H, I]) in compute dtype, of what the GEMMs read."""
+        assert self.backend is not None
+        return self.backend.weights()
+
+    def set_mode(self, mode: str) -> None:
+        """Switch how activations are quantised; QuadsError without RAC metadata or where graphs hold a mode."""
+        if self.plan is None or (mode == "rac" and self.quant_config.rac is None):
+            raise QuadsError(
+                f"layer {self.index} has no RAC metadata", where=checks.experts_prefix(self.index), do="export with RAC"
+            )
+        self.plan.mode = mode
 
     def _make_plan(self, tensors: dict[str, Tensor]) -> None:
         config, device = self.quant_config, tensors["w13_weight"].device
@@ -163,6 +200,7 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         """x [tokens, H], topk_weights and topk_ids [tokens, k] (global ids) -> [tokens, H]; shared experts: vLLM's."""
         if not self.ready or self.plan is None:
             raise QuadsError(f"layer {self.index} has no complete weights", where="rollout", do="restart the rollout")
+        assert self.backend is not None
         local = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         return self.backend.forward(x, topk_weights, local, self.plan)
 
@@ -184,5 +222,12 @@ def _require_supported(layer: RoutedExperts, index: int) -> None:
         raise QuadsError(f"activation {layer.moe_config.activation} is not supported", where=where, do="use SwiGLU")
     if layer.apply_router_weight_on_input:
         raise QuadsError("router weights on the input are not supported", where=where, do="use a Qwen3-MoE model")
-    if not current_platform.is_cpu() and not get_current_vllm_config().model_config.enforce_eager:
-        raise QuadsError("the emulated experts cannot run in CUDA graphs", where=where, do="set --enforce-eager")
+
+
+def _fill_dummy(tensors: dict[str, Tensor]) -> None:
+    """Weights of ``load_format="dummy"``: random codes; values up to 1e-3, as vLLM's."""
+    for stem in ("w13", "w2"):
+        tensors[f"{stem}_weight"].random_(0, 256)
+        tensors[f"{stem}_weight_scale"].copy_(torch.full_like(tensors[f"{stem}_weight_scale"], 448.0))
+        tensors[f"{stem}_weight_scale_2"].fill_(1e-3 / (6 * 448))
+        tensors[f"{stem}_input_scale"].fill_(1.0)

@@ -89,7 +89,7 @@ def describe(model: torch.nn.Module, vllm_config: Any, version: int | None) -> R
         quant_method=running.get_name() if running is not None else "none",
         activation="/".join(sorted(modes)),
         activation_scale=running.activation_scale if isinstance(running, ModelOptQuadsConfig) else "none",
-        backend="/".join(sorted({m.backend.name for m in methods.values()})) or "vllm",
+        backend="/".join(sorted({m.kernel for m in methods.values()})) or "vllm",
         dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
         saturated_rows={f"{i}.{g}": int(n) for i, p in plans.items() for g, n in p.saturated.items()},
     )
@@ -97,17 +97,15 @@ def describe(model: torch.nn.Module, vllm_config: Any, version: int | None) -> R
 
 def set_activation(model: torch.nn.Module, mode: str) -> None:
     """Switch every quantised layer; raises QuadsError for ``rac`` without metadata."""
-    for i, method in quantized_methods(model).items():
-        if method.plan is None or (mode == "rac" and method.quant_config.rac is None):
-            raise QuadsError(f"layer {i} has no RAC metadata", where=checks.experts_prefix(i), do="export with RAC")
-        method.plan.mode = mode
+    for method in quantized_methods(model).values():
+        method.set_mode(mode)
 
 
 def expert_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(HF name, tensor that the GEMM multiplies with [N, K], compute dtype) of this worker's experts."""
     for i, layer in expert_layers(model).items():
         method = layer.quant_method
-        w13, w2 = method.backend.weights() if isinstance(method, ModelOptQuadsMoEMethod) else plain_weights(layer)
+        w13, w2 = method.weights() if isinstance(method, ModelOptQuadsMoEMethod) else plain_weights(layer)
         for local, expert in enumerate(global_experts(layer)):
             gate, up = w13[local].chunk(2, 0)
             for projection, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", w2[local])):

@@ -26,6 +26,7 @@ from ..checkpoint.hf import SafetensorsFolder
 from ..errors import QuadsError
 from ..rac.metadata import RacMetadata
 from . import checks
+from .flat_load import FlatUpdate, require_flat
 from .state import assert_active
 
 
@@ -36,10 +37,11 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """A committed export folder and the version that it holds."""
+    """A committed export folder, or one chunk of a flat refit, and the version that it holds."""
 
     folder: str
     version: int
+    chunk: dict[str, Any] | None = None
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -62,13 +64,15 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         assert_active(model, vllm_config)
         self.version: int | None = marker_version(folder)
         self._pending: int | None = None
+        self._flat: FlatUpdate | None = None
+        self.weights_hash: str | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Nothing to do."""
 
     def start_weight_update(self) -> None:
         """Layers are prepared in ``update_weights``, after its checks."""
-        self._pending = None
+        self._pending = self._flat = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Check the folder, then reload layer by layer, derived tensors in place."""
@@ -76,6 +80,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """See ``update_weights``; raises QuadsError with the old weights intact when a check fails."""
+        if update_info.chunk is not None:
+            self.version = None
+            self._flat = self._flat or FlatUpdate(self.model, self.vllm_config, self._tensors.keys())
+            self._flat.take(update_info.chunk)
+            self._pending = update_info.version
+            return
         reader = self.check(Path(update_info.folder), update_info.version)
         self.version = None
         model: Any = self.model
@@ -89,7 +99,18 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._pending is None:
             raise QuadsError("weight update without weights", where="rollout", do="send weights, then finish")
         assert_active(self.model, self.vllm_config, any_mode=True)
+        self.weights_hash = self._flat.finish() if self._flat is not None else None
+        self._flat = None
         self.version, self._pending = self._pending, None
+
+    def check_flat(self, rac_hash: str | None) -> None:
+        """Raise QuadsError, before any weight is touched, unless a flat refit fits this worker."""
+        require_flat(self.model, self._quantization, rac_hash)
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """vLLM's own trainer side (0.26 makes it abstract): not used, ``flat.send`` and the exporter are."""
+        raise QuadsError("weights are sent by LocalRollout", where="trainer_send_weights", do="use megatron_quads.rl")
 
     def shutdown(self) -> None:
         """Nothing is held open."""

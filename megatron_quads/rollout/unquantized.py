@@ -13,13 +13,13 @@ from ..errors import QuadsError
 
 def plain_weights(layer: Any) -> tuple[Tensor, Tensor]:
     """(w13 [E, 2I, H] rows gate then up, w2 [E, H, I]) of an unquantised RoutedExperts layer, as served."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.platforms import current_platform
 
     kernel = layer.quant_method.moe_kernel
-    experts = kernel.fused_experts if kernel is not None else None
+    experts: Any = kernel.fused_experts if kernel is not None else None
     w13, w2 = layer.w13_weight.data, layer.w2_weight.data
-    if isinstance(experts, CPUUnquantizedExperts):
+    if current_platform.is_cpu() and _is_prepacked(experts):
         if experts._use_zentorch:
             raise QuadsError("expert weights in zentorch's layout cannot be audited", where=layer.layer_name)
         # the kernel zero-pads the intermediate dimension
@@ -35,6 +35,12 @@ def plain_weights(layer: Any) -> tuple[Tensor, Tensor]:
             do="use vLLM's Triton experts",
         )
     return w13, w2
+
+
+def _is_prepacked(experts: Any) -> bool:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    return isinstance(experts, CPUUnquantizedExperts)
 
 
 def _unpack(packed: Tensor, isa: str) -> Tensor:

@@ -108,6 +108,15 @@ def _check_update(worker: Any, folder: str, version: int) -> None:
     _engine(worker).check(Path(folder), version)
 
 
+def _check_flat(worker: Any, rac_hash: str | None) -> None:
+    _engine(worker).check_flat(rac_hash)
+
+
+def _weights_hash(worker: Any) -> str | None:
+    _require_whole(worker)
+    return _engine(worker).weights_hash
+
+
 def _record_start(worker: Any) -> None:
     routers = _routers(worker)
     worker._quads_routes = {i: [] for i in routers}
@@ -144,6 +153,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "count_bits": _count_bits,
     "set_activation": _set_activation,
     "check_update": _check_update,
+    "check_flat": _check_flat,
+    "weights_hash": _weights_hash,
     "record_start": _record_start,
     "record_stop": _record_stop,
     "stop_tokens": _stop_tokens,
