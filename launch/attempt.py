@@ -47,7 +47,7 @@ class Attempt:
                 raise QuadsError(f"cannot write: {e.strerror}", where=str(run), do="free space or fix access") from e
             found = cls(run / f"attempt-{number}")
             for name in ("control", "status", "endpoints", "trainer", "rollout", "driver"):
-                (found.path / name).mkdir()
+                atomic.make_folder(found.path / name)
             return found
         raise AssertionError("unreachable")
 

@@ -1,7 +1,4 @@
-"""A launch configuration: one YAML file, a site file, ``--set`` overrides -> one checked, resolved ``LaunchConfig``.
-
-Relative paths are taken from the folder the user submits from and stored absolute, so a job runs the same from anywhere.
-"""
+"""Everything a launch needs, checked: ``LaunchConfig``. ``load.py`` reads it from files."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -19,6 +16,8 @@ from ..errors import QuadsError
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|COOKIE|JWT|PRIVATE", re.IGNORECASE)
 """Names of variables whose values are never written anywhere."""
 HERE = Path(__file__).resolve().parent
+Word = Annotated[str, Field(pattern=r"^\S+$")]
+Line = Annotated[str, Field(pattern=r"^[^\r\n]+$")]
 
 
 class _Strict(BaseModel):
@@ -28,27 +27,34 @@ class _Strict(BaseModel):
 class Slurm(_Strict):
     """What is asked of SLURM."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time: str = "04:00:00"
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    time: Word = "04:00:00"
     exclusive: bool = True
     hetjob: bool = False
     """Trainer and rollout nodes as two components, which may then be of different kinds."""
-    rollout_partition: str | None = None
+    rollout_partition: Word | None = None
     """Partition of the rollout's component (hetjob only)."""
     signal_before_s: int = Field(default=300, ge=0)
     """USR1 this long before the time limit; a step and a save must fit in."""
-    extra: list[str] = []
+    extra: list[Line] = []
     """More ``#SBATCH`` options, as they are."""
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _quoted_time(cls, value: Any) -> Any:
+        if isinstance(value, int):
+            raise ValueError("quote it: YAML reads 12:00:00 as a number")
+        return value
 
 
 class Site(_Strict):
     """A machine's ways: how Python is reached on a compute node, and the network."""
 
-    partition: str | None = None
-    account: str | None = None
-    interface: str | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    interface: Word | None = None
     """Network interface of gloo and NCCL; None takes the one that routes to the master."""
     container: Literal["none", "pyxis", "apptainer"] = "none"
     image: str | None = None
@@ -132,12 +138,19 @@ class LaunchConfig(_Strict):
     def _full_path(cls, run: Path) -> Path:
         if any(ord(c) < 32 for c in str(run)) or '"' in str(run):
             raise ValueError("a run folder's path may not hold quotes or control characters")
-        return _absolute(run)
+        return absolute(run)
 
     @model_validator(mode="after")
     def _consistent(self) -> LaunchConfig:
         if self.rollout.servers and self.command != "rl":
             raise ValueError(f"rollout.servers is for command rl, not {self.command}")
+        if self.job == "train" and self.rollout.servers:
+            raise ValueError("job train has no rollout servers: set job to rl, or rollout.servers to 0")
+        if self.job == "export" and self.command != "export":
+            raise ValueError(f"job export is for command export, not {self.command}")
+        given = {name.replace("_", "-") for name in self.options}
+        if taken := given & ({"out", "resume", "nproc", "rollout"} if self.command == "rl" else {"nproc"}):
+            raise ValueError(f"options.{min(taken)} is set by the launch (run, trainer, rollout)")
         if self.slurm.hetjob and not self.rollout_nodes:
             raise ValueError("slurm.hetjob needs rollout servers on nodes of their own")
         if secret := next((n for n in self.environment if SECRET.search(n)), None):
@@ -162,22 +175,6 @@ class LaunchConfig(_Strict):
         return self.trainer.nodes * self.trainer.ranks_per_node
 
 
-def load(path: str | Path, sets: list[str], *, site: str | None = None) -> LaunchConfig:
-    """Read ``path`` (or a shipped configuration's name), merge the site file and ``KEY.SUBKEY=VALUE`` overrides.
-
-    Raises QuadsError naming the key on an unknown key, a wrong value, or a file that cannot be read.
-    """
-    file = _find(path, "configs")
-    values = _read(file)
-    site_name = site or values.get("site")
-    if isinstance(site_name, str):
-        values["site"] = _read(_find(site_name, "sites"))
-    for assignment in sets:
-        _assign(values, assignment)
-    _absolute_options(values.get("options") or {})
-    return check(values, where=str(file))
-
-
 def check(values: dict[str, Any], *, where: str) -> LaunchConfig:
     """Plain values -> LaunchConfig; QuadsError with the first faulty key."""
     try:
@@ -193,50 +190,6 @@ def dump(config: LaunchConfig) -> str:
     return yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False, allow_unicode=True, width=1000)
 
 
-def _find(name: str | Path, kind: str) -> Path:
-    given, shipped = Path(name), HERE / kind / f"{name}.yaml"
-    if given.is_file():
-        return given
-    if shipped.is_file():
-        return shipped
-    known = ", ".join(sorted(p.stem for p in (HERE / kind).glob("*.yaml")))
-    raise QuadsError(f"no such {kind.rstrip('s')} file", where=str(name), do=f"give a YAML file or one of {known}")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as e:
-        raise QuadsError(f"cannot read: {' '.join(str(e).split())}", where=str(file), do="give a YAML file") from e
-    if not isinstance(values, dict):
-        raise QuadsError("not a mapping of keys", where=str(file), do="write key: value lines")
-    return values
-
-
-def _assign(values: dict[str, Any], assignment: str) -> None:
-    key, equals, text = assignment.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise QuadsError(f"not KEY=VALUE: {assignment!r}", where="--set", do="write e.g. --set trainer.nodes=2")
-    at = values
-    for part in parts[:-1]:
-        at = at.setdefault(part, {})
-        if not isinstance(at, dict):
-            raise QuadsError(f"{part} holds a value, not keys", where=f"--set {key}", do="set the whole key")
-    try:
-        at[parts[-1]] = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise QuadsError(f"not a YAML value: {text!r}", where=f"--set {key}", do="quote it") from e
-
-
-def _absolute_options(options: dict[str, Any]) -> None:
-    """Files among the command's options, seen from the submitting folder."""
-    for name in ("model", "prompts", "out", "trainer-checkpoint", "task"):
-        value = options.get(name)
-        if isinstance(value, str) and (name != "task" or value.endswith(".jsonl")):
-            options[name] = str(_absolute(Path(value)))
-
-
-def _absolute(path: Path) -> Path:
+def absolute(path: Path) -> Path:
     """Seen from the current folder, without ``..``."""
     return Path(os.path.abspath(path.expanduser()))

@@ -21,23 +21,33 @@ OWNER = "owner.json"
 
 
 @contextlib.contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / ".owner.lock", "a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+def locked(run: Path) -> Iterator[None]:
+    """Nobody else submits, claims or releases ``run`` meanwhile; QuadsError when the folder cannot be written."""
+    with contextlib.ExitStack() as stack:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            f = stack.enter_context(open(run / ".owner.lock", "a"))
+            fcntl.flock(f, fcntl.LOCK_EX)
+        except OSError as e:
+            raise QuadsError(
+                f"cannot write: {e.strerror}", where=str(run), do="free space, fix access or choose another run folder"
+            ) from e
         yield
+
+
+def reserve(run: Path, job: str) -> None:
+    """A submitted job owns the folder from the queue on; call it inside ``locked``."""
+    me = {"job": job, "attempt": None, "host": socket.gethostname(), "pid": os.getpid()}
+    atomic.write_json(run / OWNER, me)
 
 
 def claim(run: Path, job: str) -> Attempt:
     """Take the folder for ``job`` and make its next attempt. QuadsError when a living job holds it."""
-    try:
-        with _locked(run):
-            require_free(run, job)
-            attempt = Attempt.create(run)
-            me = {"job": job, "attempt": attempt.number, "host": socket.gethostname(), "pid": os.getpid()}
-            atomic.write_json(run / OWNER, me)
-    except OSError as e:
-        raise QuadsError(f"cannot write: {e.strerror}", where=str(run), do="free space or fix access") from e
+    with locked(run):
+        require_free(run, job)
+        attempt = Attempt.create(run)
+        me = {"job": job, "attempt": attempt.number, "host": socket.gethostname(), "pid": os.getpid()}
+        atomic.write_json(run / OWNER, me)
     return attempt
 
 
@@ -87,7 +97,7 @@ def owns(attempt: Attempt) -> bool:
 
 def release(attempt: Attempt) -> None:
     """Give the folder back, if it is still ours."""
-    with _locked(attempt.run):
+    with locked(attempt.run):
         if owns(attempt):
             (attempt.run / OWNER).unlink(missing_ok=True)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import re
 import socket
 import struct
+import subprocess
 from pathlib import Path
 
 from ..errors import QuadsError
@@ -56,11 +58,37 @@ def free_port(candidates: list[int]) -> int:
 
 
 def address_of(host: str) -> str:
-    """IPv4 address of ``host`` as this node resolves it."""
+    """IPv4 address of node ``host`` as this node resolves it, else as SLURM knows it (NodeAddr)."""
     try:
         return socket.gethostbyname(host)
     except OSError as e:
+        known = _slurm_address(host)
+        if known is not None:
+            return known
         raise QuadsError(f"cannot resolve {host}: {e}", where=socket.gethostname(), do="check the site's DNS") from e
+
+
+def _slurm_address(host: str) -> str | None:
+    """What SLURM calls the node by: sites whose node names are in no DNS set NodeAddr."""
+    try:
+        done = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=60)
+        found = re.search(r"NodeAddr=(\S+)", done.stdout)
+        return socket.gethostbyname(found[1]) if found and found[1] != host else None
+    except (OSError, subprocess.TimeoutExpired):  # no SLURM here, or an address that does not resolve either
+        return None
+
+
+def outward(master: str, nodes: list[str]) -> tuple[str, bool]:
+    """(address to route to, whether the nodes are on several hosts), by this node's view of ``master``'s address.
+
+    A host file often names the master's own loopback on the master: another node's address shows the way then. Where
+    every node is a loopback, SLURM runs several nodes on one host.
+    """
+    if len(nodes) < 2 or not master.startswith("127."):
+        return master, len(nodes) > 1
+    outside = (a for n in nodes if not (a := address_of(n)).startswith("127."))
+    other = next(outside, None)
+    return (master, False) if other is None else (other, True)
 
 
 def source_address(target: str) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from ..errors import QuadsError
 from .attempt import Attempt, this_node
 from .process import die_with_parent, exit_code
 
-_SAID = "quads: error: "
+SAID = "quads: error: "
 
 
 class LastError:
@@ -31,7 +32,7 @@ class LastError:
     def _pump(self) -> None:
         for line in self._stream:
             text = line.decode(errors="replace").strip()
-            if text.startswith(_SAID) or (text and not self.text.startswith(_SAID)):
+            if text.startswith(SAID) or (text and not self.text.startswith(SAID)):
                 self.text = text[:1500]
             try:
                 sys.stderr.buffer.write(line)
@@ -42,12 +43,28 @@ class LastError:
     def get(self) -> str:
         """The last ``quads: error:`` line without its mark, else the last line."""
         self._thread.join(timeout=2)
-        return self.text.removeprefix(_SAID)
+        return self.text.removeprefix(SAID)
+
+
+def refuse(error: QuadsError) -> int:
+    """Say it as the command line does; the exit code."""
+    with contextlib.suppress(OSError):  # a full disk: the exit code must do
+        print(f"{SAID}{error}", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def main() -> None:
     """Run the rank, write ``status/rank-R.json``, exit as the rank did."""
     die_with_parent()
+    try:
+        code = _run()
+    except QuadsError as e:
+        code = refuse(e)
+    # a signal cannot be passed on as such by exiting: 128 + n, as shells do
+    sys.exit(code)
+
+
+def _run() -> int:
     attempt = Attempt.from_environment()
     if attempt is None:
         raise QuadsError("not inside a launch", where="QUADS_ATTEMPT_DIR", do="start it with `quads submit`")
@@ -59,8 +76,7 @@ def main() -> None:
     errors = LastError(child.stderr)
     code = exit_code(child.wait())
     slot.write(state="ended", code=code, **({"error": errors.get()} if code else {}), **about)
-    # a signal cannot be passed on as such by exiting: 128 + n, as shells do
-    sys.exit(code)
+    return code
 
 
 def failures(attempt: Attempt, node: str | None = None) -> list[dict[str, object]]:

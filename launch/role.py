@@ -22,7 +22,7 @@ from .attempt import Attempt, this_node
 from .config import LaunchConfig, check
 from .health import NoAnswer, ask, require_ours
 from .process import adopt_orphans, end_descendants, exit_code, start
-from .rank import failures
+from .rank import SAID, failures, refuse
 
 POLL_S, FENCE_POLL_S = 0.25, 2.0
 ROLLOUT_GRACE_S = 5.0
@@ -40,8 +40,23 @@ class Role:
         self.slot = attempt.slot(self.key)
         self.about: dict[str, Any] = {"role": role, "index": index, "node": self.node, "task": self.task}
         self.started = time.time()
+        per_node = config.rollout.servers_per_node if role == "rollout" else 1
+        self.log = attempt.log(role, f"{self.node}.{index}" if per_node > 1 else self.node)
+        self.log_start = 0
         self._terminated = False
         self._next_fence = 0.0
+
+    def open_log(self) -> None:
+        """Let this process and all that it starts write to the role's log; a probe's words belong to the job's output."""
+        if self.role == "probe":
+            return
+        try:
+            fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self.log_start = self.log.stat().st_size
+        except OSError as e:
+            raise QuadsError(f"cannot write: {e.strerror}", where=str(self.log), do="free space") from e
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
 
     def run(self) -> NoReturn:
         """Do the role's work and exit with its code."""
@@ -51,8 +66,7 @@ class Role:
         try:
             code, more = getattr(self, f"_{self.role}")()
         except QuadsError as e:
-            print(f"quads: error: {e}", file=sys.stderr, flush=True)
-            code, more = e.exit_code, {"error": str(e)}
+            code, more = refuse(e), {"error": str(e)}
         finally:
             end_descendants(grace_s=ROLLOUT_GRACE_S if self.role == "rollout" else 0.0)
         self.slot.write(state="ended", code=code, **more, **self.about)
@@ -98,9 +112,22 @@ class Role:
             if self.role == "trainer" and (bad := failures(self.attempt, self.node)):
                 return int(bad[0]["code"]), {"error": str(bad[0].get("error", "")), "rank": bad[0]["rank"]}  # type: ignore[call-overload]
             time.sleep(POLL_S)
+        if self._terminated:  # the order stands before this end is recorded: the supervisor takes it for the cause
+            self._order()
         bad = failures(self.attempt, self.node) if self.role == "trainer" else []
-        more = {"error": str(bad[0].get("error", "")), "rank": bad[0]["rank"]} if bad else {}
-        return (int(bad[0]["code"]) if bad else exit_code(code)), {**more, **kept}  # type: ignore[call-overload]
+        if bad:
+            more: dict[str, Any] = {"error": str(bad[0].get("error", "")), "rank": bad[0]["rank"]}
+            return int(bad[0]["code"]), {**more, **kept}  # type: ignore[call-overload]
+        said = self._said() if code > 0 else None  # e.g. a disk too full for any rank's status file
+        return (2 if said else exit_code(code)), {**({"error": said} if said else {}), **kept}
+
+    def _said(self) -> str | None:
+        """The last error line that this step's programs left in the log."""
+        with open(self.log, "rb") as f:
+            f.seek(max(self.log_start, self.log.stat().st_size - 65536))
+            lines = f.read().decode(errors="replace").splitlines()
+        found = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
+        return found[-1] if found else None
 
     def _environment(self, interface: str) -> dict[str, str]:
         gpus = plan.gpu_share(self.config, plan.Step(self.role, self.index, 0, 0, 1, 0))
@@ -121,8 +148,9 @@ class Role:
         return env
 
     def _interface(self, master: str) -> tuple[str, str]:
-        nodes = sum(len(group) for group in self.attempt.plan()["nodes"])
-        return network.choose_interface(master, self.config.site.interface, several_nodes=nodes > 1)
+        nodes = [n for group in self.attempt.plan()["nodes"] for n in group]
+        target, several = network.outward(master, nodes)
+        return network.choose_interface(target, self.config.site.interface, several_nodes=several)
 
     def _probe(self) -> tuple[int, dict[str, Any]]:
         """This node can start a step, sees the run folder, resolves the master and has an interface to it."""
@@ -136,7 +164,8 @@ class Role:
         interface, _ = self._interface(found["master_address"])
         env = self._environment(interface)
         # a step-wide SIGTERM (preemption) means save: torchrun would end the ranks
-        env |= {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        env |= {"PET_SIGNALS_TO_HANDLE": "SIGQUIT", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
+        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         env["QUADS_ROLLOUT_SERVERS"] = str(self.config.rollout.servers)
         resume = (self.attempt.run / "run.json").exists()
         command = plan.torchrun_command(
@@ -153,9 +182,9 @@ class Role:
             offer = self.attempt.serving()
             time.sleep(POLL_S)
         interface, address = self._interface(self.attempt.plan()["master_address"])
-        # each server and each restart starts at another candidate: an old address never answers with a new server
-        per_node = self.config.rollout.servers_per_node
-        offset = 1 + (self.index % per_node + self.incarnation * per_node) % (network.PORTS_PER_JOB - 1)
+        # each server and each restart starts at another candidate (7 divides no block): two servers of a node do not
+        # meet, and an old address never answers with a new server
+        offset = 1 + (self.index + 7 * self.incarnation) % (network.PORTS_PER_JOB - 1)
         port = network.free_port(network.port_candidates(self.attempt.job, offset))
         kept = {"url": f"http://{address}:{port}", "incarnation": self.incarnation}
         env = self._environment(interface)
@@ -208,15 +237,12 @@ def main() -> None:
     if attempt is None:
         sys.exit("quads: error: not inside a launch; start it with `quads submit`")
     adopt_orphans()
-    config = check(yaml.safe_load(file.read_text()), where=str(file))
-    me = Role(role, index, config, attempt)
-    if role != "probe":
-        shared = role == "rollout" and config.rollout.servers_per_node > 1
-        log = attempt.log(role, f"{me.node}.{index}" if shared else me.node)
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-    me.run()
+    try:
+        me = Role(role, index, check(yaml.safe_load(file.read_text()), where=str(file)), attempt)
+        me.open_log()
+        me.run()
+    except QuadsError as e:  # there is no status file to say it in
+        sys.exit(refuse(e))
 
 
 if __name__ == "__main__":

@@ -73,6 +73,8 @@ class Servers:
         return describe_exit(slot if slot.get("code") is not None else {"code": exit_code(code or 0)})
 
     def _restart(self, server: _Server, fault: str) -> None:
+        if self.attempt.told("save_and_exit"):  # a step-wide signal ended it: the trainer saves without it
+            return
         slot = self.attempt.slot(server.step.name)
         where = f"rollout server {server.step.index} on {(slot.read() or {}).get('node', '?')}"
         if server.incarnation >= self.config.rollout.max_restarts:

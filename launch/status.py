@@ -34,30 +34,33 @@ class Row:
 
 def snapshot(run: Path) -> dict[str, Any]:
     """Everything the table shows, as JSON values. Raises QuadsError when ``run`` was not launched."""
-    found = attempts(run)
-    if not found:
+    made = attempts(run)
+    attempt = made[-1] if made else None
+    driver = (attempt.slot("driver").read() if attempt else None) or {}
+    plan = attempt.plan() if attempt else {}
+    owner = read_json(run / history.OWNER) or {}
+    job, state, reason = plan.get("job"), str(driver.get("state", "starting")), str(driver.get("reason", ""))
+    if owner and owner.get("attempt") is None:  # submitted; no attempt of this job has started
+        job, state, reason, driver = owner.get("job"), "queued", "SLURM has not started the job (squeue)", {}
+    elif attempt is None:
         raise QuadsError("no attempt was made at this run", where=str(run), do="give the run folder of `quads submit`")
-    attempt = found[-1]
-    driver = attempt.slot("driver").read() or {}
-    age = attempt.heartbeat_age(time.time())
-    state = str(driver.get("state", "starting"))
-    if state in ("running", "starting") and age > STALE_S:
+    elif state in ("running", "starting") and (age := attempt.heartbeat_age(time.time())) > STALE_S:
         state = f"lost: no sign for {age:.0f} s"
     last = last_row(run / "metrics.jsonl") or {}
     return {
         "run": str(run),
-        "job": attempt.plan().get("job"),
-        "attempt": attempt.number,
+        "job": job,
+        "attempt": None if attempt is None else attempt.number,
         "state": state,
         "code": driver.get("code"),
-        "reason": driver.get("reason", ""),
-        "step": last.get("step", attempt.plan().get("start_step", 0)),
+        "reason": reason,
+        "step": last.get("step", plan.get("start_step", 0)),
         "saved": history.latest_step(run),
         "gap": last.get("train_rollout_logprob_abs_diff/mean"),
         "tokens_per_s": last.get("tokens_per_s"),
         "reward": last.get("reward"),
         "step_s": last.get("step_s"),
-        "rows": [row.__dict__ for row in _rows(attempt)],
+        "rows": [] if attempt is None else [row.__dict__ for row in _rows(attempt)],
     }
 
 
@@ -105,7 +108,9 @@ def render(found: dict[str, Any]) -> Group:
     """The table."""
     head = Text.assemble(
         (f"{found['run']}\n", "bold"),
-        f"job {found['job']}  attempt {found['attempt']}  {found['state']}",
+        f"job {found['job']}",
+        "" if found["attempt"] is None else f"  attempt {found['attempt']}",
+        f"  {found['state']}",
         "" if found["code"] is None else f" (exit code {found['code']})",
         f"\nstep {found['step']}  saved {found['saved']}",
         *(f"  {name} {found[key]:{form}}" for name, key, form in _FIGURES if found[key] is not None),

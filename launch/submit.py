@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from .. import atomic
 from ..errors import QuadsError
 from . import history, plan
 from .config import LaunchConfig, dump
+from .process import exit_code
 
 
 def describe(config: LaunchConfig, *, local: bool) -> str:
@@ -36,17 +38,17 @@ def describe(config: LaunchConfig, *, local: bool) -> str:
 
 
 def prepare(config: LaunchConfig, *, resume: bool, local: bool) -> Path:
-    """Refuse a folder that is in use or holds a run, then write ``RUN/launch``; returns the job script's path."""
+    """Refuse a folder that is in use or holds a run, then write ``RUN/launch``; returns the job script's path.
+
+    Call it inside ``history.locked``: of two submits at the same time one is refused.
+    """
     history.require_free(config.run, None)
     if (config.run / "run.json").exists() and not resume:
         raise QuadsError(
             "run folder already holds a run", where=str(config.run), do="give --resume or choose another run folder"
         )
     folder = plan.launch_folder(config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise QuadsError(f"cannot write: {e.strerror}", where=str(folder), do="choose another run folder") from e
+    atomic.make_folder(folder)
     atomic.write_bytes(folder / "config.yaml", dump(config).encode())
     atomic.write_bytes(folder / "dry_run.txt", describe(config, local=local).encode())
     script = folder / "job.sbatch"
@@ -57,8 +59,15 @@ def prepare(config: LaunchConfig, *, resume: bool, local: bool) -> Path:
 
 def submit(config: LaunchConfig, *, resume: bool) -> str:
     """Queue the job; returns its id."""
-    script = prepare(config, resume=resume, local=False)
-    return _sbatch(["--parsable", str(script)]).strip().split(";")[0]
+    with history.locked(config.run):
+        script = prepare(config, resume=resume, local=False)
+        job = _run(["sbatch", "--parsable", str(script)], None).stdout.strip().split(";")[0]
+        try:
+            history.reserve(config.run, job)
+        except QuadsError:  # a full disk: a job that nobody knows of must not run
+            _run(["scancel", job], None)
+            raise
+    return job
 
 
 def test_only(config: LaunchConfig) -> str:
@@ -73,17 +82,16 @@ def test_only(config: LaunchConfig) -> str:
 
 def run_local(config: LaunchConfig, *, resume: bool) -> int:
     """The same plan in the foreground, on this host; the supervisor's exit code."""
-    prepare(config, resume=resume, local=True)
-    return subprocess.run(_supervisor(config)).returncode
+    with history.locked(config.run):
+        prepare(config, resume=resume, local=True)
+    # Ctrl-C reaches the supervisor too: it saves, and this process waits for it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return exit_code(subprocess.run(_supervisor(config)).returncode)
 
 
 def _supervisor(config: LaunchConfig) -> list[str]:
     file = plan.launch_folder(config) / "config.yaml"
     return [sys.executable, "-u", "-m", f"{plan.MODULE}.supervise", str(file), "--local"]
-
-
-def _sbatch(words: list[str]) -> str:
-    return _run(["sbatch", *words], None).stdout
 
 
 def _run(command: list[str], script: str | None) -> subprocess.CompletedProcess[str]:
@@ -95,5 +103,5 @@ def _run(command: list[str], script: str | None) -> subprocess.CompletedProcess[
         raise QuadsError("SLURM does not answer", where="sbatch", do="try again; look at `scontrol ping`") from e
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise QuadsError(f"SLURM refuses the job: {said[-1]}", where="sbatch", do="change slurm.* or ask `sinfo`")
+        raise QuadsError(f"SLURM refuses the job: {said[-1]}", where=command[0], do="change slurm.* or ask `sinfo`")
     return done

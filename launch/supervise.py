@@ -23,22 +23,13 @@ import yaml
 from .. import atomic
 from ..errors import QuadsError
 from . import environment, history, plan
-from .attempt import describe_exit
 from .config import LaunchConfig, check
 from .engine import Engine, LocalEngine, SlurmEngine
-from .process import adopt_orphans, end_descendants, exit_code
+from .process import adopt_orphans, end_descendants
 from .servers import Servers
+from .verdict import NO_ATTEMPT, STOPPED, End, end_of_trainer, require_running, require_usable
 
-NODE_FAILED, NO_ATTEMPT, STOPPED = 71, 72, 75
 POLL_S, BEAT_S, STOP_S = 0.25, 2.0, 15.0
-
-
-class End(Exception):
-    """The attempt is over: exit code, why, and whether the job goes back to the queue."""
-
-    def __init__(self, code: int, why: str, *, requeue: bool = False) -> None:
-        super().__init__(why)
-        self.code, self.why, self.requeue = code, why, requeue
 
 
 class Supervisor:
@@ -113,10 +104,10 @@ class Supervisor:
 
     def _probe(self) -> None:
         """Every node must start a step and reach the master; one that does not is named."""
-        steps = [(s, self._launch(s)) for s in plan.probes(self.config)]
+        steps = [self._launch(s) for s in plan.probes(self.config)]
         nodes = [n for group in self.engine.nodes for n in group]
         deadline = time.monotonic() + self.config.limits.node_start_s
-        while any(p.poll() is None for _, p in steps):
+        while any(p.poll() is None for p in steps):
             self._beat()
             if self._signals:
                 raise End(STOPPED, "signalled while starting", requeue=self._may_requeue())
@@ -124,23 +115,9 @@ class Supervisor:
                 break
             time.sleep(POLL_S)
         found = {n: self.attempt.slot(f"probe-{n}").read() or {} for n in nodes}
-        if refused := {n: s for n, s in found.items() if s.get("code")}:
-            node, slot = next(iter(refused.items()))
-            raise End(int(slot["code"]), f"node {node} is not usable: {slot.get('error', '')}")
-        if silent := [n for n, s in found.items() if s.get("code") is None]:
-            raise End(
-                NODE_FAILED,
-                f"node {', '.join(silent)} could not start a step within {self.config.limits.node_start_s} s; "
-                f"exclude it (--set 'slurm.extra=[--exclude={silent[0]}]') and tell the site's administrators",
-            )
-        addresses = {str(s["master"]) for s in found.values()}
-        # a host file may name the master's own loopback on the master: the others' view counts
-        outside = {a for a in addresses if not a.startswith("127.")} or addresses
-        if len(outside) != 1:
-            raise End(2, f"the nodes resolve {self.plan['master']} to different addresses: {sorted(outside)}")
-        master = found[str(self.plan["master"])]
-        self.plan |= {"master_address": outside.pop(), "master_port": master["port"]}
-        self.plan["interfaces"] = {n: s["interface"] for n, s in found.items()}
+        first = str(self.plan["master"])
+        code = max((p.poll() or 0 for p in steps), default=0)
+        self.plan |= require_usable(found, first, waited_s=self.config.limits.node_start_s, code=code)
         self._write_plan()
 
     def _start(self) -> None:
@@ -188,26 +165,12 @@ class Supervisor:
 
     def _watch_trainer(self) -> None:
         assert self.trainer is not None
+        # first the step, then its files: they are whole when it has ended
         code = self.trainer.poll()
-        slots = [self.attempt.slot(f"trainer-{n}").read() or {} for n in self.engine.trainer_nodes]
-        bad = [s for s in slots if s.get("code")]
-        if bad:
-            # what ended because it was told to is not the cause
-            first = min(bad, key=lambda s: (bool(s.get("reason")), s["time"]))
-            who = f"trainer rank {first['rank']}" if "rank" in first else "the trainer"
-            raise End(int(first["code"]), f"{who} on {first['node']} {describe_exit(first)}")
-        if code is None:
-            return
-        if code:
-            lost = [n for n, s in zip(self.engine.trainer_nodes, slots, strict=False) if s.get("code") is None]
-            raise End(exit_code(code), f"the trainer's step ended with {exit_code(code)} without a word from {lost}")
-        order, saved = self.attempt.told("save_and_exit"), self.attempt.told("saved")
-        if saved is None:
-            raise End(0, "finished")
-        step, reason = saved["step"], (order or {}).get("reason", "asked")
-        if order and order.get("code"):
-            raise End(int(order["code"]), f"{reason}; the trainer saved step {step}")
-        raise End(STOPPED, f"{reason}: saved step {step}", requeue=self._requeue)
+        slots = {n: self.attempt.slot(f"trainer-{n}").read() or {} for n in self.engine.trainer_nodes}
+        if not require_running(code, slots):
+            order, saved = self.attempt.told("save_and_exit"), self.attempt.told("saved")
+            raise end_of_trainer(order, saved, requeue=self._requeue)
 
     def _stop_all(self, why: str) -> None:
         """Tell every role to end, wait, then force it; the job must not leave a process anywhere."""

@@ -25,7 +25,7 @@ def submit(
 ) -> None:
     """Run trainer and rollout servers on SLURM: one allocation, supervised, saved and requeued on signals."""
     from .launch import submit as jobs
-    from .launch.config import load
+    from .launch.load import load
 
     resolved = load(config, sets or [], site=site)
     if dry_run:

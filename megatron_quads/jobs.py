@@ -98,7 +98,8 @@ def rl(job: Job) -> None:
 
     from . import __version__, atomic
     from .rl.config import RLConfig
-    from .rl.loop import share, train
+    from .rl.loop import train
+    from .rl.ranks import share
     from .rl.runfolder import RunFolder
 
     cfg, resume = RLConfig.from_dict(job.settings["rl"]), job.settings["resume"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -34,7 +37,9 @@ def server(sources: list[Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
     log = root / "server.log"
     with open(log, "wb") as out:
         command = server_command(export, port=port, max_model_len=64, max_num_seqs=16)
-        process = subprocess.Popen(command, env=server_environment(), stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, env=server_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 400
@@ -53,6 +58,8 @@ def server(sources: list[Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        with contextlib.suppress(ProcessLookupError):  # a killed server's engine goes on
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_http_rollout(server: tuple[str, subprocess.Popen[bytes]], sources: list[Path], tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -18,22 +17,17 @@ from torch import Tensor, nn
 from ..checkpoint.hf import HFModel
 from ..checkpoint.load import load_hf
 from ..config import QuadsConfig
-from ..errors import QuadsError
 from ..rollout.types import Rollout
 from ..trainer.model import build
 from ..trainer.trainer import Trainer
 from .config import RLConfig
 from .control import Control, StopRequested
-from .data import encode_prompts, rollout_batch, score_samples, step_prompts
-from .loss import group_advantages, grpo_loss
-from .metrics import MetricsWriter, gap_metrics, masked_mean, rollout_metrics, truncate_rows
+from .loss import grpo_loss
+from .metrics import MetricsWriter, gap_metrics, masked_mean, truncate_rows
+from .ranks import on_rank0, share
 from .refit import Refitter
 from .runfolder import RunFolder
-from .tasks import Problem, make_task
-from .tokenizer import load_tokenizer
-
-HELDOUT_SEED = 1 << 30  # sampling seeds of held-out evaluation never meet those of training steps
-SAMPLES_KEPT = 4
+from .sampler import Sampler
 
 
 def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool) -> dict[str, Any]:
@@ -61,7 +55,7 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
 
 
 class Session:
-    """State of a run on one rank: trainer everywhere; rollout, task and writer on rank 0."""
+    """State of a run on one rank: trainer everywhere; rollout and writer on rank 0."""
 
     def __init__(
         self, args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool
@@ -69,17 +63,13 @@ class Session:
         self.args, self.hf, self.quads, self.cfg, self.resume = args, hf, quads, cfg, resume
         self.rank0 = dist.get_rank() == 0
         self.folder = RunFolder(cfg.out)
-        self.context = cfg.context or hf.max_position
         self.rollout: Rollout | None = None
         self.writer: MetricsWriter | None = None
         self.before: float | None = None
         self.start = self.completed = 0  # completed: steps whose row is written and whose weights the trainer holds
         self.control = Control.from_environment()
         # a fault in the data must show before anything slow starts
-        self.task = make_task(cfg.task, cfg.task_config, seed=0)
-        self.tokenizer = load_tokenizer(hf.path)
-        self.heldout = self.task.heldout(cfg.heldout)
-        self._encode([*self.heldout, *step_prompts(self.task, cfg.seed, 0, cfg.prompts_per_step)])
+        self.sampler = Sampler(cfg, hf, self.folder, multiple=max(1, args.tensor_model_parallel_size))
         self.trainer = Trainer(args, hf, quads)
         # KL is measured to the policy that the run started from, computed as the trainer computes it
         self.reference = reference_model(args, hf, quads) if cfg.grpo.kl_coef > 0 else None
@@ -97,7 +87,7 @@ class Session:
                 self.writer = MetricsWriter(
                     self.folder.path, resume_step=resumed, wandb_project=self.cfg.wandb_project, config=config
                 )
-            self._on_rank0(self._start_rollout)
+            on_rank0(self._start_rollout)
             self.refitter.prove(self.rollout, self.start)
         except BaseException as e:
             self.__exit__(type(e), e, e.__traceback__)
@@ -105,21 +95,10 @@ class Session:
         return self
 
     def _start_rollout(self) -> None:
-        self.rollout = self.refitter.start_rollout(self.cfg, self.start, context=self.context, control=self.control)
+        self.rollout = self.refitter.start_rollout(
+            self.cfg, self.start, context=self.sampler.context, control=self.control
+        )
         self.folder.write_status("running", self.start)
-
-    def _on_rank0(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns on rank 0, on every rank. StopRequested in it is raised on every rank alike."""
-        out: Any = None
-        if self.rank0:
-            try:
-                out = work()
-            except StopRequested as e:
-                out = e
-        out = share(out)
-        if isinstance(out, StopRequested):
-            raise out
-        return out
 
     def __exit__(self, kind: Any, error: BaseException | None, tb: Any) -> None:
         if isinstance(error, StopRequested):
@@ -152,52 +131,20 @@ class Session:
         self.start = self.completed = step
         self.before = extra["before"]
 
-    def _encode(self, problems: list[Problem]) -> list[list[int]]:
-        return encode_prompts(
-            problems, lambda t: self.tokenizer.encode(t), context=self.context, max_tokens=self.cfg.max_new_tokens
-        )
-
     def sample(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Roll out step ``step`` (0-based) from weights of that version; batch and statistics on every rank."""
-        sampled: tuple[dict[str, Tensor], dict[str, float]] = self._on_rank0(lambda: self._sample(step))
+        sampled: tuple[dict[str, Tensor], dict[str, float]] = on_rank0(
+            lambda: self.sampler.sample(self._held_rollout(), step)
+        )
         return sampled
 
-    def _sample(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-        assert self.rollout is not None
-        version = self.rollout.info().version
-        if version != step:
-            raise QuadsError(
-                f"the rollout holds weights of version {version}, the trainer of {step}",
-                where="rollout",
-                do="resume the run",
-            )
-        problems = step_prompts(self.task, self.cfg.seed, step, self.cfg.prompts_per_step)
-        prompts = self._encode(problems)
-        started = time.monotonic()
-        samples = self._generate(prompts, self.cfg.samples_per_prompt, self.cfg.seed * 1_000_003 + step)
-        seconds = time.monotonic() - started
-        batch = rollout_batch(
-            prompts, samples, pad_id=self._pad_id(), multiple=max(1, self.args.tensor_model_parallel_size)
-        )
-        rewards = score_samples(self.task, problems, samples, self._decode, self.tokenizer.eos_token_id)
-        batch["advantages"] = group_advantages(rewards, self.cfg.samples_per_prompt)
-        for problem, group in list(zip(problems, samples, strict=True))[:SAMPLES_KEPT]:
-            text = self._decode(list(group[0].token_ids))
-            self.folder.append(self.folder.samples, {"step": step + 1, "prompt": problem.prompt_text, "response": text})
-        return batch, rollout_metrics(rewards, batch["mask"], seconds)
+    def evaluate(self) -> float:
+        """Mean sampled reward on the held-out problems, one sample each, the same on every rank."""
+        return float(on_rank0(lambda: self.sampler.evaluate(self._held_rollout())))
 
-    def _generate(self, prompts: list[list[int]], n: int, seed: int) -> Any:
-        assert self.rollout is not None
-        return self.rollout.generate(
-            prompts, n=n, max_tokens=self.cfg.max_new_tokens, temperature=self.cfg.temperature, seed=seed
-        )
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def _pad_id(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        return self.tokenizer.eos_token_id if pad is None else pad
+    def _held_rollout(self) -> Rollout:
+        assert self.rollout is not None, "only rank 0 asks the rollout"
+        return self.rollout
 
     def update(self, step: int, batch: dict[str, Tensor]) -> dict[str, float]:
         """The step's optimizer updates; token-weighted metrics."""
@@ -219,7 +166,7 @@ class Session:
         started = time.monotonic()
         self.refitter.export(version)
         try:
-            self._on_rank0(lambda: self._update_rollout(version))
+            on_rank0(lambda: self._update_rollout(version))
             seconds = time.monotonic() - started
             bits = float(self.refitter.prove(self.rollout, version))
         except StopRequested:
@@ -228,19 +175,8 @@ class Session:
         return {"refit_s": seconds, "weight_bits_mismatched": bits}
 
     def _update_rollout(self, version: int) -> None:
-        assert self.rollout is not None
-        self.rollout.update_weights(self.folder.refit(version), version)
+        self._held_rollout().update_weights(self.folder.refit(version), version)
         self.folder.prune_refits(keep=self.start)
-
-    def evaluate(self) -> float:
-        """Mean sampled reward on the held-out problems, one sample each, the same on every rank."""
-        return float(self._on_rank0(self._evaluate))
-
-    def _evaluate(self) -> float:
-        prompts = self._encode(self.heldout)
-        samples = self._generate(prompts, 1, HELDOUT_SEED + self.cfg.seed)
-        rewards = score_samples(self.task, self.heldout, samples, self._decode, self.tokenizer.eos_token_id)
-        return rewards.double().mean().item()
 
     def finish_step(self, step: int, row: dict[str, float]) -> None:
         """Write the row, save when it is due, say where the run is; StopRequested when the launcher wants its end."""
@@ -278,10 +214,3 @@ def reference_model(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig) -
     for chunk in chunks:
         chunk.requires_grad_(False)
     return chunks
-
-
-def share(value: Any) -> Any:
-    """Rank 0's value on every rank (others pass anything)."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

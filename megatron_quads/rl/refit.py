@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,7 +18,8 @@ from ..rac.metadata import RacMetadata, load_sidecar
 from ..rollout.types import Rollout
 from ..trainer.trainer import Trainer
 from .config import RLConfig
-from .control import Control, StopRequested
+from .control import Control
+from .ranks import on_rank0
 from .runfolder import RunFolder
 
 
@@ -136,17 +135,12 @@ class Refitter:
                 wanted[name] = tensor_digest(tensor)
                 if self.quads.quantized_rollout and not self.quads.quantized_trainer:
                     held[name] = tensor.detach().cpu().contiguous()
-        out: Any = None
-        if rollout is not None:
-            try:
-                out = self._compare(rollout, version, wanted, held)
-            except StopRequested as e:
-                out = e
-        box = [out]
-        dist.broadcast_object_list(box, src=0)
-        if isinstance(box[0], StopRequested):
-            raise box[0]
-        return int(box[0])
+
+        def compare() -> int:
+            assert rollout is not None, "only rank 0 asks the rollout"
+            return self._compare(rollout, version, wanted, held)
+
+        return int(on_rank0(compare))
 
     def _compare(self, rollout: Rollout, version: int, wanted: dict[str, str], held: dict[str, Tensor]) -> int:
         bits, found = 0, rollout.audit()

@@ -21,6 +21,7 @@ SETTINGS: dict[str, Any] = {
     "step_s": 0.2,
     "save_s": 0.0,
     "save_every": 0,
+    "update_s": 0.0,
     "fault": None,
     "fault_rank": 1,
     "fault_step": 2,
@@ -29,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     **json.loads(os.environ.get("STANDIN", "{}")),
 }
 RAC_HASH = "0123abcd"
+FIGURES = {"train_rollout_logprob_abs_diff/mean": 0.01, "tokens_per_s": 50.0}
 
 
 class Group:
@@ -106,7 +108,8 @@ def trainer() -> None:
                     pool.update_weights(export(folder, step), step)
                     assert pool.info().version == step
             if rank == 0:
-                folder.append(folder.metrics, {"step": step, "state": state, "sampled": sampled})
+                row = {"step": step, "state": state, "sampled": sampled, **FIGURES}
+                folder.append(folder.metrics, row)
             due = SETTINGS["save_every"] and step % SETTINGS["save_every"] == 0
             if due or step == SETTINGS["steps"]:
                 save(group, folder, step, state)
@@ -193,7 +196,7 @@ def expected(steps: int, *, servers: bool) -> list[dict[str, Any]]:
     for step in range(1, steps + 1):
         state = hashlib.sha256(f"{state}/{step}".encode()).hexdigest()
         sampled = [completion([p], sample_seed(step, p - 1, 0), step - 1) for p in (1, 2, 3)] if servers else None
-        rows.append({"step": step, "state": state, "sampled": sampled})
+        rows.append({"step": step, "state": state, "sampled": sampled, **FIGURES})
     return rows
 
 
@@ -230,6 +233,9 @@ class Server(BaseHTTPRequestHandler):
             )
         else:
             if self.path.startswith("/update_weights"):
+                if SETTINGS["update_s"]:
+                    Path(os.environ["QUADS_ATTEMPT_DIR"], "control", f"updating-{os.getpid()}").touch()
+                    time.sleep(SETTINGS["update_s"])
                 Server.version = int(body["update_info"]["version"])
             self._reply({})
 
@@ -262,9 +268,10 @@ def rollout(host: str, port: int) -> None:
     """One server."""
     if SETTINGS["fault"] == "rollout_never":
         sys.exit(3)
-    print(f"serving on {os.uname().nodename} {host}:{port}", flush=True)
     print("visible GPUs:", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
-    ThreadingHTTPServer((host, port), Server).serve_forever()
+    server = ThreadingHTTPServer((host, port), Server)
+    print(f"serving on {os.uname().nodename} {host}:{port}", flush=True)
+    server.serve_forever()
 
 
 if __name__ == "__main__":

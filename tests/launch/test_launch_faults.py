@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,16 +28,19 @@ def test_a_rank_that_exits_9_ends_the_job_with_9(idle: Cluster, run: Path) -> No
     assert job.slot("driver")["state"] == "failed"
 
 
-def test_a_killed_rollout_server_is_restarted_and_gets_the_current_weights(idle: Cluster, run: Path) -> None:
-    job = Launch(idle, run, {"steps": 12, "step_s": 0.5}, rollout={"servers": 2}).submit()
-    job.until_step(3)
+def test_a_server_killed_during_a_refit_is_restarted_and_gets_the_current_weights(idle: Cluster, run: Path) -> None:
+    job = Launch(idle, run, {"steps": 4, "step_s": 0.1, "update_s": 2.0}, rollout={"servers": 2}).submit()
+    job.until_step(1)
+    updating = run / "attempt-0" / "control" / f"updating-{job.slot('rollout-1')['pid']}"
+    updating.unlink()
+    job.until(updating.exists)
     job.kill_role("rollout-1")
     assert job.wait() == ("COMPLETED", 0), job.output()
     assert "rollout server 1 on node2 was killed by signal 9: restarts it" in job.printed()
     endpoint = json.loads((run / "attempt-0" / "endpoints" / "1.json").read_text())
     assert endpoint["incarnation"] == 1
     # samples depend on the version that the server holds: a restarted one without a refit would give others
-    assert job.rows() == expected(12, servers=True)
+    assert job.rows() == expected(4, servers=True)
 
 
 def test_a_server_that_keeps_dying_makes_the_trainer_save_and_the_job_end(idle: Cluster, run: Path) -> None:
@@ -53,19 +56,30 @@ def test_a_server_that_keeps_dying_makes_the_trainer_save_and_the_job_end(idle: 
     saved = max(p.name for p in (run / "checkpoints").glob("step_*"))
     assert int(saved.removeprefix("step_")) == len(job.rows()) > steps
     assert f"the trainer saved step {len(job.rows())}" in job.printed()
+    assert job.rows() == expected(len(job.rows()), servers=True)  # the first restart got the current weights
+
+
+def test_a_killed_supervisor_ends_the_job_and_the_run_resumes(idle: Cluster, run: Path) -> None:
+    standin = {"steps": 20, "step_s": 0.3, "save_every": 2}
+    job = Launch(idle, run, standin, trainer=TWO, rollout={"servers": 1}).submit()
+    job.until_step(3)
+    os.kill(job.slot("driver")["pid"], signal.SIGKILL)
+    assert job.wait() == ("FAILED", -signal.SIGKILL), job.output()
+    again = Launch(idle, run, standin, trainer=TWO, rollout={"servers": 1}).submit("--resume")
+    assert again.wait() == ("COMPLETED", 0), again.output()
+    assert json.loads((run / "attempt-1" / "plan.json").read_text())["start_step"] >= 2
+    assert again.rows() == expected(20, servers=True)
 
 
 def test_node_death_requeues_on_other_nodes_and_fences_the_lost_one(idle: Cluster, run: Path) -> None:
-    job = Launch(
-        idle, run, {"steps": 100, "step_s": 0.4, "save_every": 5}, trainer=TWO, rollout={"servers": 1}
-    ).submit()
+    job = Launch(idle, run, {"steps": 75, "step_s": 0.4, "save_every": 5}, trainer=TWO, rollout={"servers": 1}).submit()
     job.until_step(6)
     os.kill(idle.pid("slurmd-node1"), signal.SIGKILL)
     try:
         assert job.wait() == ("COMPLETED", 0), job.output()
         assert idle.show(job.job)["Restarts"] == "1"
         assert "node1" not in json.loads((run / "attempt-1" / "plan.json").read_text())["nodes"][0]
-        assert job.rows() == expected(100, servers=True)
+        assert job.rows() == expected(75, servers=True)
         assert json.loads((run / "attempt-1" / "plan.json").read_text())["start_step"] >= 5
     finally:
         idle.restart_node("node1")
@@ -88,22 +102,27 @@ def test_a_node_that_cannot_start_a_step_is_named(idle: Cluster, run: Path) -> N
     ("interface", "said"), [("eth9", "eth9 does not exist or has no address"), ("lo", "lo cannot reach other nodes")]
 )
 def test_a_wrong_interface_is_refused_with_the_right_ones(idle: Cluster, run: Path, interface: str, said: str) -> None:
+    idle.needs_network()
     job = Launch(idle, run, trainer=TWO, site={"interface": interface}).submit()
     assert job.wait() == ("FAILED", 2)
     assert said in job.printed() and "choose one of: eth0 (10." in job.printed()
 
 
 def test_taken_ports_are_passed_over_and_a_stale_server_is_refused(idle: Cluster, run: Path) -> None:
+    idle.needs_network()
     job = Launch(idle, run, {"steps": 30, "step_s": 0.3}, rollout={"servers": 1})
     next_job = str(int(idle.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "true")) + 1)
-    stale_env = {**idle.env, "QUADS_JOB_ID": "99999", "QUADS_ATTEMPT": "0"}
+    stale_env = {"QUADS_JOB_ID": "99999", "QUADS_ATTEMPT": "0"}
     stale = []
     for node, offset in (("node0", 0), ("node1", 1)):
         port = port_candidates(next_job, offset)[0]
         command = [sys.executable, str(HERE / "standin.py"), "rollout", "0.0.0.0", str(port)]
-        enter = ["nsenter", "-t", str(idle.pid(f"slurmd-{node}")), "-n", "-m", "-u", "--"]
-        stale.append((subprocess.Popen([*enter, *command], env=stale_env), port))
+        stale.append((idle.on_node(node, *command, env=stale_env), port))
     try:
+        for process, _ in stale:  # the ports must be taken before the job looks for one
+            assert process.stdout is not None
+            while not process.stdout.readline().startswith("serving on"):
+                assert process.poll() is None
         idle.wait_idle()
         job.submit()
         assert job.job == next_job
@@ -125,9 +144,19 @@ def test_taken_ports_are_passed_over_and_a_stale_server_is_refused(idle: Cluster
 
 
 def test_a_full_disk_keeps_the_last_checkpoint_and_names_itself(idle: Cluster) -> None:
+    idle.needs_network()  # and a small disk
     run = idle.small / "run"
     settings = {"steps": 12, "save_every": 2, "ballast": 1_000_000}
-    job = Launch(idle, run, settings).submit()
+    job = Launch(idle, run, settings)
+    filler = idle.small / "filler"
+    with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as f:
+        while f.write(bytes(4096)):
+            pass
+    refused = idle.quads("submit", str(job.file))
+    assert refused.returncode == 2 and "No space left on device" in refused.stderr, refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and not idle.run("squeue", "-h")
+    filler.unlink()
+    job.submit()
     assert job.wait() == ("FAILED", 2), job.output()
     reason = job.slot("driver")["reason"]
     assert "cannot write: No space left on device" in reason and "/checkpoints/" in reason

@@ -26,9 +26,10 @@ def base(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = TinyModel(hidden=64, moe_intermediate=64, experts=4)
     model = make_tiny_checkpoint(root / "init", 0, task=task, model=small)
     (root / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": task.train(i).prompt_text}) for i in range(8)))
-    words = ["--model", str(model), "--prompts", str(root / "prompts.jsonl"), "--out", str(root / "base")]
-    done = cluster.quads("calibrate", *words, "--quads-rac-policy", "uniform")
-    assert done.returncode == 0, done.stderr
+    options = {"model": str(model), "prompts": str(root / "prompts.jsonl"), "out": str(root / "base")}
+    options["quads-rac-policy"] = "uniform"
+    job = Launch(cluster, root / "calibration", job="train", command="calibrate", options=options, roles={}).submit()
+    assert job.wait() == ("COMPLETED", 0), job.output()
     return root / "base"
 
 
@@ -57,6 +58,19 @@ def launch(cluster: Cluster, run: Path, base: Path, **over: Any) -> Launch:
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Rows without times."""
     return [{k: v for k, v in r.items() if k not in TIMES} for r in read_rows(run / "metrics.jsonl")]
+
+
+def test_an_export_job_exports_and_ends_with_its_exit_code(idle: Cluster, run: Path, base: Path) -> None:
+    options = {"model": str(base), "out": str(run / "nvfp4"), "quads-recipe": "quads", "expert-model-parallel-size": 2}
+    words = {"job": "export", "command": "export", "options": options, "roles": {}}
+    job = Launch(idle, run, trainer={"nodes": 1, "ranks_per_node": 2}, **words)
+    shown = idle.quads("submit", str(job.file), "--dry-run").stdout
+    assert job.submit().wait() == ("COMPLETED", 0), job.output()
+    script = idle.run("scontrol", "write", "batch_script", job.job, "-")
+    assert script.strip() in shown and "--signal" not in script and "Export of a checkpoint" in script
+    assert (run / "nvfp4" / "COMMITTED.json").exists() and (run / "nvfp4" / "hf_quant_config.json").exists()
+    again = Launch(idle, run, trainer={"nodes": 1, "ranks_per_node": 2}, **words).submit()
+    assert again.wait() == ("FAILED", 2) and str(run / "nvfp4") in again.slot("driver", 1)["reason"], again.output()
 
 
 def test_two_trainer_and_two_rollout_nodes_then_preempted_and_resumed(idle: Cluster, run: Path, base: Path) -> None:

@@ -17,9 +17,11 @@ from standin import RAC_HASH
 from megatron_quads.errors import QuadsError
 from megatron_quads.launch import environment, history, network, plan
 from megatron_quads.launch.attempt import SLOT_BYTES, Attempt, Slot
-from megatron_quads.launch.config import HERE, LaunchConfig, check, dump, load
+from megatron_quads.launch.config import HERE, LaunchConfig, check, dump
 from megatron_quads.launch.health import NoAnswer, ask, require_ours
+from megatron_quads.launch.load import load
 from megatron_quads.launch.status import snapshot
+from megatron_quads.launch.verdict import End, end_of_trainer, require_running, require_usable
 
 SHIPPED = sorted(p.stem for p in (HERE / "configs").glob("*.yaml"))
 
@@ -57,11 +59,30 @@ def test_the_papers_run_is_the_papers() -> None:
         (["slurm.hetjob=true", "placement=colocated"], "nodes of their own"),
         (["environment.HF_TOKEN=hf_x"], "looks like a secret"),
         (['run=a"b'], "quotes"),
+        (["slurm.time=12:00:00"], "quote it"),
+        (["slurm.partition=a b"], "slurm.partition"),
+        (['slurm.extra=["a\\n#SBATCH -N9"]'], "slurm.extra"),
+        (["options=[1]"], "options"),
+        (["options.out=x"], "options.out is set by the launch"),
+        (["options.nproc=2"], "options.nproc is set by the launch"),
+        (["job=export"], "job export is for command export"),
+        (["job=train"], "job train has no rollout servers"),
+        (["command=calibrate"], "rollout.servers is for command rl"),
+        (["site=3"], "site"),
     ],
 )
 def test_faults_in_the_configuration_are_named(sets: list[str], said: str) -> None:
     with pytest.raises(QuadsError, match=said):
         load("tiny", sets)
+
+
+@pytest.mark.parametrize("text", [b"", b"- 1", b"a:\tb: [", b"\xe2\x28\xa1", b"1: 2", b"trainer: 3"])
+def test_a_file_that_is_no_configuration_gets_one_line(text: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text)
+    with pytest.raises(QuadsError) as e:
+        load(file, ["run=r"])
+    assert str(file) in str(e.value) and "\n" not in str(e.value)
 
 
 def test_relative_paths_are_the_submitting_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +140,48 @@ def test_a_run_folder_has_one_owner(tmp_path: Path) -> None:
     (tmp_path / "owner.json").write_text(json.dumps(elsewhere))
     with pytest.raises(QuadsError, match="in use by job local-3"):
         history.claim(tmp_path, "local-2")
+
+
+def test_only_committed_checkpoints_are_resumed(tmp_path: Path) -> None:
+    for step, committed in ((3, True), (9, False)):
+        folder = tmp_path / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True)
+        if committed:
+            (folder / "COMMITTED.json").write_text("{}")
+    assert history.latest_step(tmp_path) == 3
+
+
+def test_nodes_are_reached_by_a_way_that_leaves_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"n0": "127.0.1.1", "n1": "10.1.2.3", "m0": "127.0.0.1", "m1": "127.0.0.1"}
+    monkeypatch.setattr(network, "address_of", table.__getitem__)
+    assert network.outward("10.1.2.2", ["n0", "n1"]) == ("10.1.2.2", True)
+    assert network.outward("127.0.1.1", ["n0", "n1"]) == ("10.1.2.3", True)  # n0's host file names its loopback
+    assert network.outward("127.0.0.1", ["m0", "m1"]) == ("127.0.0.1", False)  # SLURM's nodes on one host
+    assert network.outward("127.0.1.1", ["n0"]) == ("127.0.1.1", False)
+
+
+def test_ends_are_told_by_the_status_files() -> None:
+    node = {"node": "n0", "time": 2.0}
+    assert require_running(None, {"n0": node})
+    assert not require_running(0, {"n0": {**node, "code": 0}})
+    stopped = {**node, "code": 143, "reason": "told to", "time": 1.0}
+    with pytest.raises(End, match="trainer rank 3 on n1 ended with exit code 9: boom") as e:
+        require_running(1, {"n0": stopped, "n1": {"node": "n1", "code": 9, "rank": 3, "error": "boom", "time": 2.0}})
+    assert e.value.code == 9
+    with pytest.raises(End, match="ended with 137 without a word from n0") as e:
+        require_running(-9, {"n0": node})
+    probe = {"code": 0, "master": "10.0.0.1", "port": 20001, "interface": "ib0"}
+    local = {**probe, "master": "127.0.1.1"}
+    assert require_usable({"n0": local, "n1": probe}, "n0", waited_s=1)["master_address"] == "10.0.0.1"
+    with pytest.raises(End, match="node n1 could not start a step within 1 s"):
+        require_usable({"n0": probe, "n1": {}}, "n0", waited_s=1)
+    with pytest.raises(End, match="node n1 is not usable: the line above says why"):
+        require_usable({"n0": probe, "n1": {}}, "n0", waited_s=1, code=2)
+    with pytest.raises(End, match="different addresses"):
+        require_usable({"n0": probe, "n1": {**probe, "master": "10.9.9.9"}}, "n0", waited_s=1)
+    assert end_of_trainer(None, None, requeue=True).code == 0
+    saved = end_of_trainer({"reason": "SIGUSR1"}, {"step": 4}, requeue=True)
+    assert (saved.code, saved.why, saved.requeue) == (75, "SIGUSR1: saved step 4", True)
 
 
 def test_the_environment_record_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,19 +30,22 @@ def test_usr1_during_a_slow_save_loses_nothing(idle: Cluster, run: Path) -> None
     assert job.rows() == expected(8, servers=True)
 
 
-def test_preemption_saves_requeues_and_resumes_with_the_same_metrics(idle: Cluster, run: Path) -> None:
-    standin = {"steps": 20, "step_s": 0.4}
-    job = Launch(idle, run, standin, rollout={"servers": 2}).submit()
+def test_preemption_without_a_user_signal_saves_requeues_and_resumes_with_the_same_metrics(
+    idle: Cluster, run: Path
+) -> None:
+    """As without preempt_send_user_signal: the steps get SIGTERM, the supervisor nothing. With it: test_launch_loop."""
+    steps, slurm = 12, {"signal_before_s": 0}
+    job = Launch(idle, run, {"steps": steps, "step_s": 0.5}, rollout={"servers": 2}, slurm=slurm).submit()
     job.until_step(4)
     urgent = idle.run(
         "sbatch", "--parsable", "-p", "urgent", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"
     )
     assert idle.wait(urgent.strip())[0] == "COMPLETED"
-    job.require_gone()
     assert job.wait() == ("COMPLETED", 0), job.output()
     assert job.slot("driver")["state"] == "requeued"
     start = json.loads((run / "attempt-1" / "plan.json").read_text())["start_step"]
-    assert start >= 4 and job.rows() == expected(20, servers=True)
+    assert start >= 4 and job.rows() == expected(steps, servers=True)
+    assert "told to save and exit: signal on node" in job.printed() and "SIGUSR1" not in job.printed()
 
 
 def test_the_time_limit_saves_and_requeues(idle: Cluster, run: Path) -> None:
