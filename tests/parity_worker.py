@@ -18,7 +18,7 @@ from megatron_quads.checkpoint.hf import read_model_config
 from megatron_quads.checkpoint.load import load_hf
 from megatron_quads.config import QuadsConfig
 from megatron_quads.rac.metadata import GemmSelection, LayerSelection, RacMetadata
-from megatron_quads.rl.loop import share
+from megatron_quads.rl.ranks import share
 from megatron_quads.rollout.client import LocalRollout
 from megatron_quads.trainer import runtime
 from megatron_quads.trainer.args import parse_args

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import QuadsError
 from ..launch.attempt import Attempt
-from ..launch.health import identity
 
 SERVERS = "QUADS_ROLLOUT_SERVERS"
 
@@ -54,5 +53,3 @@ class Control:
         """Tell the rollout servers what to serve; they wait for it."""
         self.launched.offer(checkpoint=str(checkpoint.resolve()), version=version, **settings)
 
-
-__all__ = ["Control", "StopRequested", "identity"]

@@ -126,10 +126,9 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
         self._dtype = layer.moe_config.in_dtype
 
     def _adopt(self, layer: Any, packed: PackedExperts) -> None:
-        for stem, gemm in self._convert(packed).items():
-            replace_parameter(layer, f"{stem}_weight", gemm.weight)
-            replace_parameter(layer, f"{stem}_weight_scale", gemm.scale)
-            replace_parameter(layer, f"{stem}_weight_scale_2", gemm.scale_2)
+        for name, value in self._convert(packed).items():
+            replace_parameter(layer, name, value)
+        for stem in STEMS:
             replace_parameter(layer, f"{stem}_input_scale", None)
         if self.moe_kernel is None:
             self._build(layer)
@@ -138,22 +137,26 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
         # after a reload vLLM copies the new parameters into the ones that the kernel, and graphs, hold
         self.prepare_plan(layer)
 
-    def _convert(self, packed: PackedExperts) -> dict[str, MarlinGemm]:
+    def _convert(self, packed: PackedExperts) -> dict[str, Tensor]:
+        """Marlin's tensors by the layer's parameter names."""
         w13 = to_marlin(packed.w13, packed.w13_scale, packed.w13_scale_2, self._dtype)
         w2 = to_marlin(packed.w2, packed.w2_scale, packed.w2_scale_2, self._dtype)
         self._factors = {"w13": w13.factor, "w2": w2.factor}
-        return {"w13": w13, "w2": w2}
-
-    def refit(self, layer: Any, packed: PackedExperts) -> None:
-        """New weights into the tensors in use, past vLLM's reload. ``packed`` holds this worker's experts."""
-        self.ready = False
-        for stem, gemm in self._convert(packed).items():
+        return {
+            f"{stem}_{suffix}": value
+            for stem, gemm in zip(STEMS, (w13, w2), strict=True)
             for suffix, value in (
                 ("weight", gemm.weight),
                 ("weight_scale", gemm.scale),
                 ("weight_scale_2", gemm.scale_2),
-            ):
-                getattr(layer, f"{stem}_{suffix}").data.copy_(value)
+            )
+        }
+
+    def refit(self, layer: Any, packed: PackedExperts) -> None:
+        """New weights into the tensors in use, past vLLM's reload. ``packed`` holds this worker's experts."""
+        self.ready = False
+        for name, value in self._convert(packed).items():
+            getattr(layer, name).data.copy_(value)
         self.ready = True
 
     def _build(self, layer: Any) -> None:
