@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..nvfp4.device import SIX_E4M3_MAX, block_scale, is_fast
+from ..nvfp4.device import block_scale, is_fast
 from ..nvfp4.packed import (
     clean,
     encode,
@@ -19,7 +19,7 @@ from ..nvfp4.packed import (
     values,
     values_and_residual,
 )
-from .triton import _load, _store_s8, _write
+from .triton import _row_scale, _store_s8, _write_slowly
 
 
 @triton.jit
@@ -85,14 +85,7 @@ def packed_rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr
         at2, place2, block2, mask2, words2, tops2 = _take(x, order_ptr, head, row_blocks, ORDERED, TAIL)
         if OWN_SCALE:
             top = tl.maximum(top, tl.max(tops2, 0))
-    if OWN_SCALE:
-        scale = tl.div_rn(top, SIX_E4M3_MAX)
-    elif ROW_SCALE:
-        scale = tl.load(scale_ptr + row)
-    else:
-        scale = tl.load(scale_ptr)
-    if CODES:
-        tl.store(scale_out_ptr + row, scale)
+    scale = _row_scale(top, scale_ptr, scale_out_ptr, row, OWN_SCALE, ROW_SCALE, CODES)
     if is_fast(scale, scale, False):
         if HEAD > 0:
             _put(at, place, block, mask, words, tops, row, scale, out, codes, s8_ptr, row_blocks, count, True, CODES,
@@ -101,8 +94,5 @@ def packed_rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr
             _put(at2, place2, block2, mask2, words2, tops2, row, scale, out, codes, s8_ptr, row_blocks, count, False, CODES,
                  SWIZZLED)  # fmt: skip
     else:
-        for first in range(0, row_blocks, SLOW):
-            place3, block3, mask3, low3, high3 = _load(x, order_ptr, row_blocks, first, row_blocks, ORDERED, False,
-                                                       SLOW)  # fmt: skip
-            _write(place3, block3, mask3, low3, high3, row, scale, out, codes, s8_ptr, row_blocks, count, HEAD > 0,
-                   CODES, SWIZZLED, False)  # fmt: skip
+        _write_slowly(x, order_ptr, row, scale, out, codes, s8_ptr, row_blocks, count, HEAD > 0, ORDERED, False, CODES,
+                      SWIZZLED, SLOW)  # fmt: skip

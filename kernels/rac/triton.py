@@ -98,6 +98,32 @@ def _write(place, block, mask, low, high, row, scale, out_ptr, codes_ptr, s8_ptr
 
 
 @triton.jit
+def _row_scale(top, scale_ptr, scale_out_ptr, row, OWN_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr,
+               CODES: tl.constexpr):  # fmt: skip
+    """The row's scale: its own from its largest magnitude ``top``, or the given one; kept beside CODES."""
+    if OWN_SCALE:
+        scale = tl.div_rn(top, SIX_E4M3_MAX)
+    elif ROW_SCALE:
+        scale = tl.load(scale_ptr + row)
+    else:
+        scale = tl.load(scale_ptr)
+    if CODES:
+        tl.store(scale_out_ptr + row, scale)
+    return scale
+
+
+@triton.jit
+def _write_slowly(x, order_ptr, row, scale, out, codes, s8_ptr, row_blocks, count, RESIDUAL: tl.constexpr,
+                  ORDERED: tl.constexpr, SILU: tl.constexpr, CODES: tl.constexpr, SWIZZLED: tl.constexpr,
+                  SLOW: tl.constexpr):  # fmt: skip
+    """The whole row, SLOW blocks at a time, with IEEE division: for scales outside the fast range."""
+    for first in range(0, row_blocks, SLOW):
+        place, block, mask, low, high = _load(x, order_ptr, row_blocks, first, row_blocks, ORDERED, SILU, SLOW)
+        _write(place, block, mask, low, high, row, scale, out, codes, s8_ptr, row_blocks, count, RESIDUAL, CODES,
+               SWIZZLED, False)  # fmt: skip
+
+
+@triton.jit
 def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_ptr, scale_out_ptr, row_blocks, head,
                 count, OWN_SCALE: tl.constexpr, ROW_SCALE: tl.constexpr, ORDERED: tl.constexpr,
                 SILU: tl.constexpr, CODES: tl.constexpr, SWIZZLED: tl.constexpr, HEAD: tl.constexpr,
@@ -125,14 +151,7 @@ def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_pt
         place2, block2, mask2, low2, high2 = _load(x, order_ptr, row_blocks, head, row_blocks, ORDERED, SILU, TAIL)
         if OWN_SCALE:
             top = tl.maximum(top, tl.max(block_top(low2, high2), 0))
-    if OWN_SCALE:
-        scale = tl.div_rn(top, SIX_E4M3_MAX)
-    elif ROW_SCALE:
-        scale = tl.load(scale_ptr + row)
-    else:
-        scale = tl.load(scale_ptr)
-    if CODES:
-        tl.store(scale_out_ptr + row, scale)
+    scale = _row_scale(top, scale_ptr, scale_out_ptr, row, OWN_SCALE, ROW_SCALE, CODES)
     if is_fast(scale, scale, FP32):
         if HEAD > 0:
             _write(place, block, mask, low, high, row, scale, out, codes, s8_ptr, row_blocks, count, True, CODES,
@@ -141,8 +160,5 @@ def rows_kernel(x_ptr, x_stride, scale_ptr, order_ptr, out_ptr, codes_ptr, s8_pt
             _write(place2, block2, mask2, low2, high2, row, scale, out, codes, s8_ptr, row_blocks, count, False,
                    CODES, SWIZZLED, True)  # fmt: skip
     else:
-        for first in range(0, row_blocks, SLOW):
-            place3, block3, mask3, low3, high3 = _load(x, order_ptr, row_blocks, first, row_blocks, ORDERED, SILU,
-                                                       SLOW)  # fmt: skip
-            _write(place3, block3, mask3, low3, high3, row, scale, out, codes, s8_ptr, row_blocks, count, HEAD > 0,
-                   CODES, SWIZZLED, False)  # fmt: skip
+        _write_slowly(x, order_ptr, row, scale, out, codes, s8_ptr, row_blocks, count, HEAD > 0, ORDERED, SILU, CODES,
+                      SWIZZLED, SLOW)  # fmt: skip

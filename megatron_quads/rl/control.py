@@ -52,4 +52,3 @@ class Control:
     def offer(self, checkpoint: Path, version: int, **settings: Any) -> None:
         """Tell the rollout servers what to serve; they wait for it."""
         self.launched.offer(checkpoint=str(checkpoint.resolve()), version=version, **settings)
-
