@@ -99,15 +99,15 @@ def variants(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
         ("qdq_with_residual, none", 8192, False, 0, False),
         ("quantize_with_residual, few rows", 64, True, 64, False),
         ("silu_and_mul + quantize_with_residual", 8192, True, 64, True),
+        ("silu_and_mul + qdq_with_residual", 8192, False, 64, True),
+        ("silu_and_mul + qdq_with_residual, all", 8192, False, 128, True),
+        ("silu_and_mul + qdq_with_residual, few rows", 64, False, 64, True),
     ):
         _, head, tail = launch.tiles(tokens, 2048 // 16, count)
-        constants = {"OWN_SCALE": True, "ROW_SCALE": False, "ORDERED": codes, "CODES": codes, "SWIZZLED": codes,
+        constants = {"OWN_SCALE": True, "ROW_SCALE": False, "ORDERED": codes, "SILU": silu, "CODES": codes, "SWIZZLED": codes,
                      "HEAD": head, "TAIL": tail, "SLOW": rac.SLOW_BLOCKS, "PDL": True}  # fmt: skip
-        warps, limit = launch.packed_options(tokens, head, tail, not codes, capability // 10)
-        if silu:
-            constants, warps, limit = constants | {"SILU": True}, launch.warps(tokens, head + tail), None
-        kernel = rac.rows_kernel if silu else packed_rows_kernel
-        yield name, kernel, constants, NO_CONTRACTION | {"num_warps": warps, "maxnreg": limit}
+        warps, limit = launch.packed_options(tokens, head, tail, not codes, silu, capability // 10)
+        yield name, packed_rows_kernel, constants, NO_CONTRACTION | {"num_warps": warps, "maxnreg": limit}
     for name, listed in (("GEMM, listed blocks", True), ("GEMM, leading blocks", False)):
         for tokens in (16, 64, 512) if capability == 90 and listed else (512,):
             shape = gemm.tile_shape(tokens, capability // 10)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from megatron_quads.kernels import nvfp4, rac
 from megatron_quads.kernels.nvfp4 import reference
+from megatron_quads.kernels.nvfp4.device import NO_CONTRACTION
 from megatron_quads.kernels.rac import reference as rac_reference
+from megatron_quads.kernels.rac.packed import _silu_and_mul as silu_and_mul_words
+from megatron_quads.kernels.rac.triton import _silu_and_mul as silu_and_mul
 
 pytestmark = [
     pytest.mark.gpu,
@@ -201,15 +206,45 @@ def test_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
                 assert same(a, b), name
 
 
+@pytest.mark.parametrize("rows", [257, 600])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_variants(dtype: torch.dtype) -> None:
-    h = draw("normal", (257, 2 * 768), dtype) * 4
+def test_silu_variants(dtype: torch.dtype, rows: int) -> None:
+    h = draw("normal", (rows, 2 * 768), dtype) * 4
     index = torch.arange(20, device=CUDA)
     y = rac_reference.silu_and_mul(h)
     expected = rac_reference.qdq_with_residual(y, reference.row_scale(y), index)
     assert same(rac.qdq_with_residual(h, None, index, silu=True), expected)
     ours = rac.quantize_with_residual(h, None, index, silu=True)
     assert all(same(a, b) for a, b in zip(ours, rac_reference.quantize_with_residual(y, None, index), strict=True))
+
+
+@triton.jit
+def silu_kernel(x_ptr, out_ptr, PACKED: tl.constexpr):
+    """silu(gate) * up of 16-bit pairs x [., 2 words]: gate's word, up's word."""
+    i = tl.program_id(0) * 128 + tl.arange(0, 128)
+    if PACKED:
+        x_ptr, out_ptr = x_ptr.to(tl.pointer_type(tl.int32)), out_ptr.to(tl.pointer_type(tl.int32))
+        tl.store(out_ptr + i, silu_and_mul_words(tl.load(x_ptr + 2 * i), tl.load(x_ptr + 2 * i + 1)))
+    else:
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        at = 4 * i[:, None] + tl.arange(0, 2)[None, :]
+        y = silu_and_mul(tl.load(x_ptr + at).to(tl.float32), tl.load(x_ptr + at + 2).to(tl.float32), dtype)
+        tl.store(out_ptr + 2 * i[:, None] + tl.arange(0, 2)[None, :], y.to(dtype))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_silu_of_every_gate(dtype: torch.dtype, packed: bool) -> None:
+    if packed and dtype == torch.float16:
+        pytest.skip("the packed kernel is BF16's")
+    gate = torch.arange(1 << 16, device=CUDA).to(torch.uint16).view(dtype)
+    gate = torch.where(gate.isfinite(), gate, torch.ones_like(gate))
+    for up in (torch.ones_like(gate), draw("normal", gate.shape, dtype), draw("heavy", gate.shape, dtype)):
+        expected = rac_reference.silu_and_mul(torch.stack([gate, up], 1)).view(-1) + 0.0
+        x = torch.stack([gate.view(-1, 2), up.view(-1, 2)], 1).contiguous()
+        out = torch.empty_like(gate)
+        silu_kernel[(256,)](x, out, PACKED=packed, **NO_CONTRACTION)
+        assert same(out + 0.0, expected)
 
 
 def test_rows_with_a_stride() -> None:

@@ -37,18 +37,18 @@ def warps(tokens: int, blocks: int) -> int:
     return max(1, min(16, blocks // (32 if tokens <= FEW else 64)))
 
 
-def packed_options(tokens: int, head: int, tail: int, values: bool, major: int) -> tuple[int, int | None]:
-    """``packed_rows_kernel``'s warps and register limit: 4 blocks a thread, one for a few rows; measured on an H200."""
+def packed_options(tokens: int, head: int, tail: int, values: bool, silu: bool, major: int) -> tuple[int, int | None]:
+    """``packed_rows_kernel``'s warps and register limit: 4 blocks a thread, 2 with silu, one for a few rows; measured on an H200."""
     if tokens <= FEW:
         return max(1, min(16, (head + tail) // 32)), None
     whole = values and head > 0 and tail == 0  # values with a residual of every block need most registers
-    limit = None if whole or (head and not values) else 128 if head else 80
-    return max(1, min(16, (head + tail) // (64 if whole else 128))), limit if major == 9 else None
+    limit = None if silu or whole or (head and not values) else 128 if head else 80
+    return max(1, min(16, (head + tail) // (64 if whole or silu else 128))), limit if major == 9 else None
 
 
-def is_packed(x: Tensor, silu: bool) -> bool:
+def is_packed(x: Tensor) -> bool:
     """Whether ``packed_rows_kernel`` serves x: its instructions are on BF16, from sm_90 on."""
-    return x.dtype == torch.bfloat16 and not silu and is_sm90(x.device)
+    return x.dtype == torch.bfloat16 and is_sm90(x.device)
 
 
 def rows(
@@ -75,17 +75,17 @@ def rows(
     tensors = [x if t is None else t for t in (scale, order, out, codes, s8, scale_out)]
     common: dict[str, Any] = {
         "OWN_SCALE": scale is None, "ROW_SCALE": scale is not None and scale.numel() > 1, "ORDERED": order is not None,
-        "CODES": codes is not None, "SWIZZLED": swizzled, "HEAD": head_tile, "TAIL": tail_tile, "SLOW": SLOW_BLOCKS,
+        "SILU": silu, "CODES": codes is not None, "SWIZZLED": swizzled, "HEAD": head_tile, "TAIL": tail_tile, "SLOW": SLOW_BLOCKS,
         **NO_CONTRACTION,
     }  # fmt: skip
     pdl = is_sm90(x.device) and (tokens <= FEW or k >= PDL_K)
-    if is_packed(x, silu):
-        n, limit = packed_options(tokens, head_tile, tail_tile, out is not None, capability(x.device)[0])
+    if is_packed(x):
+        n, limit = packed_options(tokens, head_tile, tail_tile, out is not None, silu, capability(x.device)[0])
         packed_rows_kernel[(tokens,)](
             x, x.stride(0), *tensors, k // 16, head, count, **common, PDL=pdl, launch_pdl=pdl, num_warps=n, maxnreg=limit,
         )  # fmt: skip
     else:
         rows_kernel[(tokens,)](
-            x, x.stride(0), *tensors, k // 16, head, count, **common, SILU=silu, PDL=pdl, launch_pdl=pdl,
+            x, x.stride(0), *tensors, k // 16, head, count, **common, PDL=pdl, launch_pdl=pdl,
             num_warps=warps(tokens, head_tile + tail_tile),
         )  # fmt: skip
