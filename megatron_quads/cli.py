@@ -163,13 +163,16 @@ def export(
 
 @app.command(
     context_settings=MEGATRON,
-    epilog=_epilog("quads calibrate --model qwen3/ --prompts prompts.jsonl --out sorted/ --quads-rac-ratio 0.5"),
+    epilog=_epilog("quads calibrate --model qwen3/ --prompts prompts.jsonl --out sorted/ --budget 0.5"),
 )
 def calibrate(
     ctx: typer.Context,
     model: Model,
     prompts: Annotated[Path, typer.Option(help='JSONL, one {"prompt": "..."} or {"tokens": [...]} a line.')],
     out: Annotated[Path, typer.Option(help="Folder of the sorted checkpoint with RAC metadata.")],
+    budget: Annotated[
+        float | None, typer.Option(help="RAC's share of all expert FLOPs; each GEMM's ratio follows by KL sensitivity.")
+    ] = None,
     overwrite: Overwrite = False,
     nproc: Nproc = 1,
 ) -> None:
@@ -177,8 +180,10 @@ def calibrate(
     import tempfile
 
     from .checkpoint.hf import read_model_config
+    from .rac.budget import show, with_budget
     from .rl.tokenizer import load_tokenizer
 
+    argv = ctx.args if budget is None else with_budget(ctx.args, budget)
     _refuse_existing(out, overwrite=overwrite)
     hf = read_model_config(model)
     tokenizer = load_tokenizer(hf.path)
@@ -189,10 +194,12 @@ def calibrate(
         _launch(
             "calibrate",
             {"model": str(model), "prompts": str(file), "out": str(out)},
-            ctx.args,
+            argv,
             nproc=nproc,
             logs=_logs_beside(out),
         )
+    if "RANK" not in os.environ:
+        show(out)
     typer.echo(f"calibrated checkpoint: {out}")
 
 
@@ -262,14 +269,21 @@ def analyze(
     )
 
 
-@app.command(epilog=_epilog("quads doctor --checkpoint nvfp4/"))
+@app.command(epilog=_epilog("quads doctor --checkpoint nvfp4/;  quads doctor http://127.0.0.1:8000"))
 def doctor(
-    checkpoint: Annotated[Path | None, typer.Option(help="Also check this exported checkpoint.")] = None,
+    url: Annotated[str | None, typer.Argument(help="A live vLLM server to check instead of this machine.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Also check this exported checkpoint, or that URL serves it.")
+    ] = None,
 ) -> None:
-    """What this machine can run, and whether a checkpoint would be served with RAC here."""
+    """What this machine can run, whether a checkpoint would be served with RAC here, or whether a live server does."""
     from .doctor import report
 
-    if not report(checkpoint):
+    if url is not None:
+        from .doctor_server import check
+
+        check(url, checkpoint)
+    elif not report(checkpoint):
         raise typer.Exit(2)
 
 

@@ -85,6 +85,8 @@ def test_blocks_prepared_or_not_select_the_same() -> None:
     leading = rac.qdq_with_residual(x, None, rac.Blocks.prefix(3, 112, "cpu"))
     assert same(leading, rac.qdq_with_residual(x, None, torch.arange(3))) and not same(leading, bare)
     h = torch.randn(9, 224)
+    out = torch.empty_like(x)
+    assert rac.qdq_with_residual(x, None, index, out=out) is out and same(out, bare)
     fused = rac.qdq_with_residual(h, None, index, silu=True)
     assert same(fused, rac.qdq_with_residual(rac.silu_and_mul(h), None, index))
 
@@ -125,6 +127,9 @@ FAULTS: list[tuple[str, Any]] = [
     (r"amax must be float32 \[groups\]", lambda: nvfp4.grouped_qdq([X], torch.ones(1).double())),
     ("out must hold one tensor of the same shape", lambda: nvfp4.grouped_qdq([X], torch.ones(1), out=[X[:4]])),
     (r"x must be \[tokens, K\]", lambda: rac.qdq_with_residual(X[0], None, None)),
+    ("out must be contiguous", lambda: rac.qdq_with_residual(X, None, None, out=torch.empty_like(X.double()))),
+    ("out must be contiguous", lambda: rac.qdq_with_residual(X, None, None, out=X.new_empty(1, 64))),
+    ("out must be contiguous", lambda: rac.qdq_with_residual(X, None, None, silu=True, out=torch.empty_like(X))),
     ("multiple of 16, got 8", lambda: rac.qdq_with_residual(X[:, :16], None, None, silu=True)),
     ("rows of K from 16 to 16384", lambda: rac.quantize_with_residual(torch.zeros(1, 16400), None, None)),
     ("contiguous along K", lambda: rac.quantize_with_residual(X.t().contiguous().t(), None, None)),

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from megatron_quads import atomic
 from megatron_quads.rac import sort
-from megatron_quads.rac.calibrate import REPORT
+from megatron_quads.rac.budget import REPORT, curve, show
 from megatron_quads.rac.metadata import load_sidecar
 
 pytestmark = pytest.mark.slow
@@ -72,6 +72,27 @@ def test_selection_follows_policy_and_budget(runs):
         amax = result["reports"]["plain"]["amax"][f"{number}.down"]
         assert layer.down.static_amax == pytest.approx(1.25 * amax)
     assert json.loads((out / "plain" / REPORT).read_text())["rac_hash"] == plain.content_hash
+
+
+def test_the_budget_and_what_other_budgets_would_buy(runs, capsys):
+    out, result = runs[1]
+    report, rac = result["reports"]["sorted"], load_sidecar(out / "sorted")
+    kl = {}
+    for name, table in report["kl"].items():
+        layer, gemm = name.split(".")
+        kl[int(layer), gemm] = {int(n): v for n, v in table.items()}
+    points = curve(kl, rac)
+    assert all(p.spent <= p.budget + 1e-9 for p in points)
+    assert points[0].kl_left > points[-1].kl_left and points[-1].kl_left < 0.2
+    (half,) = (p for p in points if p.budget == 0.5)
+    assert half.spent == pytest.approx(report["flop_share"])
+    chosen = sum(kl[int(n.split(".")[0]), n.split(".")[1]][count] for n, count in report["counts"].items())
+    assert half.kl_left == pytest.approx(chosen / sum(t[0] for t in kl.values()))
+    show(out / "sorted")
+    said = capsys.readouterr().out
+    assert f"spent {report['flop_share']:.3f}" in said and f"leaves {half.kl_left:.1%}" in said
+    show(out / "plain")  # uniform: nothing was measured
+    assert not capsys.readouterr().out
 
 
 def test_sensitivity_falls_as_blocks_are_compensated(runs):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_quads.errors import QuadsError
-from megatron_quads.rac import select
+from megatron_quads.rac import budget, select
 from megatron_quads.rac.metadata import ModelShape
 
 SHAPE = ModelShape(model_type="qwen3_moe", num_layers=3, num_experts=4, hidden_size=128, moe_intermediate_size=64)
@@ -132,3 +132,21 @@ def test_static_scale_without_amax_is_refused():
         metadata(counts, activation_scale="static", static_amax={(0, "gate_up"): 1.0})
     rac = metadata(counts, activation_scale="static", static_amax=dict.fromkeys(UNITS, 2.5))
     assert rac.layers[2].down.static_amax == 2.5
+
+
+def test_budget_becomes_flags_and_is_said_once():
+    assert budget.with_budget(["--bf16"], 0.3) == [
+        "--bf16",
+        "--quads-rac-ratio",
+        "0.3",
+        "--quads-rac-policy",
+        "adaptive",
+    ]
+    for argv, value, said in (
+        (["--quads-rac-ratio", "0.5"], 0.5, "--quads-rac-ratio"),
+        (["--quads-rac-policy=uniform"], 0.5, "--quads-rac-policy"),
+        ([], 0.0, r"outside \(0, 1\]"),
+        ([], float("nan"), "outside"),
+    ):
+        with pytest.raises(QuadsError, match=said):
+            budget.with_budget(argv, value)

@@ -1,4 +1,4 @@
-"""The Marlin path on a GPU: layout, numerics before the GEMM, log-probs, refits under CUDA graphs. Prints its figures."""
+"""The rollout on a GPU: Marlin's layout, numerics before the GEMM, log-probs, refits under CUDA graphs. Prints its figures."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_layout_equals_vllm_and_comes_back() -> None:
 @pytest.mark.parametrize("mode", ["w4a4", "rac"])
 @pytest.mark.parametrize("scale", ["token", "static"])
 def test_activations_before_the_gemm_are_the_contract(mode: str, scale: str) -> None:
-    from megatron_quads.rollout.marlin import PreparedPlan
+    from megatron_quads.rollout.prepared import PreparedPlan
 
     device = torch.device("cuda")
     index = {"gate_up": torch.tensor([0, 3, 7], device=device), "down": torch.arange(4, device=device)}
@@ -87,8 +87,8 @@ def test_activations_before_the_gemm_are_the_contract(mode: str, scale: str) -> 
 class Engines:
     """Graph engines on two sets of weights and on the unquantised first one, started together."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, kernel: str) -> None:
+        self.root, self.kernel = root, kernel
         self.sources = [make_tiny_hf(root / f"hf{i}", seed=i, dtype=BF16) for i in range(2)]
         self.metadata = half_metadata(self.sources[0], [0, 1])
         self.exports = [
@@ -129,9 +129,12 @@ class Engines:
         return chunks_of((n, reader.get(n).cuda()) for n in reader.names())
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    made = Engines(tmp_path_factory.mktemp("gpu"))
+@pytest.fixture(scope="module", params=["marlin", "native"])
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    """The same tests on both paths; without FP4 hardware the native one decodes FP4 in registers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUADS_KERNEL", request.param)
+        made = Engines(tmp_path_factory.mktemp("gpu"), request.param)
     yield made
     for rollout in (made.live, made.fresh, made.plain):
         rollout.close()
@@ -156,7 +159,7 @@ def _require_same(a: list[tuple[list[int], list[float]]], b: list[tuple[list[int
 
 def test_the_hook_is_active_and_weights_are_the_exports(engines: Engines, tmp_path: Path) -> None:
     info = engines.live.info()
-    assert (info.backend, info.activation, info.rac_active_layers) == ("marlin", "rac", [0, 1])
+    assert (info.backend, info.activation, info.rac_active_layers) == (engines.kernel, "rac", [0, 1])
     experts = {
         n: w for n, w in dequantized(load_file(engines.sources[0] / "model.safetensors")).items() if ".experts." in n
     }
@@ -165,7 +168,9 @@ def test_the_hook_is_active_and_weights_are_the_exports(engines: Engines, tmp_pa
     assert bits.keys() == experts.keys() and not any(bits.values())
     with pytest.raises(QuadsError, match="CUDA graphs hold mode rac"):
         engines.live.set_activation("w4a4")
-    assert "emulates W4A4 + RAC" in (engines.root / "export0.log").read_text()
+    assert ("emulates" if engines.kernel == "marlin" else "quads:") + " W4A4 + RAC" in (
+        engines.root / "export0.log"
+    ).read_text()
 
 
 def test_logprobs_agree_with_the_cpu_reference(engines: Engines) -> None:

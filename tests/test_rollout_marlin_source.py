@@ -74,7 +74,7 @@ def test_scales_for_all_experts_are_vllms_one_by_one() -> None:
 
 def test_plan_quantises_by_the_contract() -> None:
     from megatron_quads.rollout.backends import ActivationPlan
-    from megatron_quads.rollout.marlin import PreparedPlan
+    from megatron_quads.rollout.prepared import PreparedPlan
 
     cpu = torch.device("cpu")
     index = {"gate_up": torch.tensor([1, 4]), "down": torch.arange(3)}
@@ -94,13 +94,21 @@ def test_plan_quantises_by_the_contract() -> None:
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUADS_KERNEL", raising=False)
     assert choose("bfloat16", None) == choose("float32", (9, 0)) == choose("bfloat16", (7, 5)) == "emulation"
-    assert choose("bfloat16", (8, 0)) == choose("float16", (9, 0)) == choose("bfloat16", (10, 0)) == "marlin"
+    assert choose("bfloat16", (8, 0)) == choose("float16", (9, 0)) == choose("bfloat16", (11, 0)) == "marlin"
+    for fp4 in ((10, 0), (10, 3), (12, 0)):
+        assert choose("bfloat16", fp4) == choose("float16", fp4) == "native" and choose("float32", fp4) == "emulation"
+        assert choose("bfloat16", fp4, "marlin") == "marlin"
+    assert choose("bfloat16", (9, 0), "native") == "native"  # a check: it decodes FP4 in registers there
     monkeypatch.setenv("QUADS_KERNEL", "emulation")
     assert choose("bfloat16", (9, 0)) == "emulation"
     with pytest.raises(QuadsError, match="sm_80"):
         choose("float32", (9, 0), "marlin")
-    with pytest.raises(QuadsError, match="unknown kernel 'native'"):
-        choose("bfloat16", (10, 0), "native")
+    with pytest.raises(QuadsError, match="unknown kernel 'fast'"):
+        choose("bfloat16", (10, 0), "fast")
+    for dtype, where in (("bfloat16", None), ("bfloat16", (8, 0)), ("bfloat16", (12, 1)), ("float32", (10, 0))):
+        with pytest.raises(QuadsError, match=r"native kernel needs sm_100.*not \w+ on (sm_\d+|no CUDA GPU)"):
+            choose(dtype, where, "native")
+    assert "emulates" not in describe("native", "rac") and "one fp32 accumulator" in describe("native", "w4a4")
     assert "W4A4 + RAC" in describe("marlin", "rac") and "unquantised" in describe("emulation", "w4a16")
 
 

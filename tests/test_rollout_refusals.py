@@ -15,7 +15,7 @@ from helpers import make_tiny_hf
 from rollout_helpers import half_metadata, write_export
 from torch import Tensor
 
-from megatron_quads import atomic
+from megatron_quads import atomic, doctor_server
 from megatron_quads.errors import QuadsError
 from megatron_quads.rac.metadata import SIDECAR, RacMetadata
 from megatron_quads.rollout import LocalRollout
@@ -188,6 +188,28 @@ def test_a_plugin_that_vllm_skips_is_noticed(tmp_path: Path, monkeypatch: pytest
         LocalRollout(folder, log=tmp_path / "rollout.log")
     mine = f"/proc/{os.getpid()}/task/{os.getpid()}/children"
     assert not any("rollout.child" in Path(f"/proc/{p}/cmdline").read_text() for p in Path(mine).read_text().split())
+
+
+def test_stock_vllm_takes_a_rac_block_silently_and_the_doctor_says_so(tmp_path: Path) -> None:
+    """Without the plugin vLLM reads the checkpoint as plain NVFP4. (On a CPU it then has no kernel for it.)"""
+    source = make_tiny_hf(tmp_path / "hf")
+    folder = write_export(source, tmp_path / "export", metadata=half_metadata(source, [0, 1]))
+    program = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+made = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
+print("@@", type(made.quant_config).__name__, made.quant_config.get_name())
+"""
+    found = {}
+    for plugins in ("another_plugin", "megatron_quads"):
+        env = {**engine_environment(), "VLLM_PLUGINS": plugins}
+        command = [sys.executable, "-c", program, str(folder)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        (found[plugins],) = (line[3:].split() for line in done.stdout.splitlines() if line.startswith("@@ "))
+    assert found["another_plugin"] == ["ModelOptNvFp4Config", "modelopt_fp4"]
+    assert found["megatron_quads"] == ["ModelOptQuadsConfig", "modelopt_fp4_rac"]
+    with pytest.raises(QuadsError, match=r"does not report RAC, which .*stock vLLM ignores it"):
+        doctor_server.compare("http://server", {}, [], folder)
 
 
 def test_another_model_type_and_a_long_context_are_refused(tmp_path: Path) -> None:

@@ -295,8 +295,8 @@ FLAGS = (
 )
 
 
-def pretrain(*flags: str) -> dict[int, str]:
-    """One-GPU run of ``python -m megatron_quads.train``: the logged loss of each iteration."""
+def pretrain(*flags: str) -> dict[int, tuple[str, str]]:
+    """One-GPU run of ``python -m megatron_quads.train``: the logged loss and gradient norm of each iteration."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--master-port", "29613",
          "-m", "megatron_quads.train", *FLAGS.split(), *flags],
@@ -305,18 +305,27 @@ def pretrain(*flags: str) -> dict[int, str]:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     if "bf16" not in flags:
         assert "expert linears with 32 weights on this rank" in done.stdout + done.stderr
-    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+)", done.stdout + done.stderr)
-    return {int(i): loss for i, loss in found}
+    return logged(done.stdout + done.stderr)
+
+
+def logged(text: str) -> dict[int, tuple[str, str]]:
+    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+).*?grad norm: (\S+)", text)
+    return {int(i): (loss, norm) for i, loss, norm in found}
 
 
 @pytest.mark.slow
 def test_pretrain_command(tmp_path: Path) -> None:
-    """Trains, saves, resumes to the same losses; differs from BF16, whose checkpoint it loads."""
+    """Trains, saves, resumes to the same losses and gradient norms; differs from BF16, which loads its checkpoint.
+
+    After a process's first iteration Megatron logs, as the second's loss, the mean of both (plain BF16 as well).
+    """
     save = ["--save", str(tmp_path / "q"), "--save-interval", "3"]
     straight = pretrain("--quads-recipe", "quads", "--train-iters", "6", *save)
     assert sorted(straight) == [1, 2, 3, 4, 5, 6]
     (tmp_path / "q" / "latest_checkpointed_iteration.txt").write_text("3")
     resumed = pretrain("--quads-recipe", "quads", "--train-iters", "6", "--load", str(tmp_path / "q"))
-    assert resumed == {i: straight[i] for i in (4, 5, 6)}
+    assert sorted(resumed) == [4, 5, 6]
+    assert resumed[4] == straight[4] and resumed[6] == straight[6] and resumed[5][1] == straight[5][1]
+    assert float(resumed[5][0]) == pytest.approx((float(straight[4][0]) + float(straight[5][0])) / 2, abs=1e-6)
     as_bf16 = pretrain("--quads-recipe", "bf16", "--train-iters", "6", "--load", str(tmp_path / "q"))
     assert sorted(as_bf16) == [4, 5, 6] and as_bf16 != resumed

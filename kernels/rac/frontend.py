@@ -56,6 +56,24 @@ def _(x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: b
     return x.new_empty((x.shape[0], x.shape[1] // 2 if silu else x.shape[1]))
 
 
+def _qdq_out(x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: bool, out: Tensor) -> None:
+    _kernels().rows(x, out.shape[1], scale, order, count, silu, out)
+
+
+_qdq_out_op = torch.library.custom_op("megatron_quads::rac_qdq_out", mutates_args=("out",))(_qdq_out)
+
+
+@_qdq_out_op.register_fake
+def _(x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: bool, out: Tensor) -> None:
+    return None
+
+
+def _check_out(out: Tensor, x: Tensor, k: int) -> None:
+    if out.shape != (x.shape[0], k) or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        wanted = f"contiguous {x.dtype} {(x.shape[0], k)} on {x.device}"
+        raise ValueError(f"out must be {wanted}, got {out.dtype} {tuple(out.shape)} on {out.device}")
+
+
 def _quantize(
     x: Tensor, scale: Tensor | None, order: Tensor | None, count: int, silu: bool, swizzled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,20 +106,29 @@ def _(
     return _new_quantized(x, count, silu, swizzled)
 
 
-def qdq_with_residual(x: Tensor, scale: Tensor | None, blocks: Selection, *, silu: bool = False) -> Tensor:
+def qdq_with_residual(
+    x: Tensor, scale: Tensor | None, blocks: Selection, *, silu: bool = False, out: Tensor | None = None
+) -> Tensor:
     """DQ(Q(x)) + DQ(Q(r_S)) of x [tokens, K]: see ``reference.qdq_with_residual``. ``scale`` None: each row's own.
 
     With ``silu`` x is [gate | up] [tokens, 2 K] and its silu(gate) * up is quantised, one launch. The static or
-    per-tensor scale is fp32 with one value, a per-token one [tokens, 1].
+    per-tensor scale is fp32 with one value, a per-token one [tokens, 1]. ``out``, contiguous [tokens, K] in x.dtype and
+    apart from x, is written and returned instead of a new tensor. ValueError when it does not fit.
     """
     k = _check_rows(x, silu)
     flat = None if scale is None else check_scale(scale, x)
+    if out is not None:
+        _check_out(out, x, k)
     if has_kernels(x.device):
-        run = _qdq if is_eager(x) else _qdq_op
-        return run(x, flat, *order_of(prepare(blocks, k, x.device)), silu)
+        selected = order_of(prepare(blocks, k, x.device))
+        if out is None:
+            return (_qdq if is_eager(x) else _qdq_op)(x, flat, *selected, silu)
+        (_qdq_out if is_eager(x) else _qdq_out_op)(x, flat, *selected, silu, out)
+        return out
     index = checked_index(blocks, k, x.device)
     x = reference.silu_and_mul(x) if silu else x
-    return reference.qdq_with_residual(x, nvfp4.row_scale(x) if scale is None else scale.float(), index)
+    found = reference.qdq_with_residual(x, nvfp4.row_scale(x) if scale is None else scale.float(), index)
+    return found if out is None else out.copy_(found)
 
 
 def quantize_with_residual(

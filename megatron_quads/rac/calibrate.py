@@ -31,13 +31,13 @@ from ..trainer.logprobs import token_logprobs
 from ..trainer.model import build
 from . import select, sort
 from .batches import MAX_TOKENS, Batch, check_sequences, deal, make_batches
+from .budget import REPORT
 from .metadata import SIDECAR, RacMetadata
 from .select import Gemm, Unit
 from .sensitivity import measure
 from .statistics import ActivationScale, Moments, ResidualEnergy
 
 log = logging.getLogger(__name__)
-REPORT = "quads_calibration_report.json"
 
 
 @dataclass(frozen=True)

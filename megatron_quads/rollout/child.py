@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import QuadsError
 from .checks import preflight
-from .kernel_choice import choose
+from .kernel_choice import choose_here
 from .types import TRANSFER_BACKEND, Sample, half_loaded, sample_seed, stop_tokens, unwrap
 
 FRACTION = "QUADS_GPU_MEMORY_FRACTION"
@@ -34,12 +34,10 @@ class Engine:
 
         require_registered()
 
-        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-        found = (capability.major, capability.minor) if capability else None
         settings: dict[str, Any] = {
             "dtype": dtype,
             # graphs need every layer's kernel to be free of host syncs
-            "enforce_eager": choose(dtype, found) == "emulation",
+            "enforce_eager": choose_here(dtype) == "emulation",
             "max_model_len": context,
             "max_num_seqs": max_num_seqs,
             "enable_prefix_caching": False,

@@ -244,6 +244,11 @@ def record_routes(workers: Any, score: Any, sequences: Sequence[Sequence[int]]) 
         finally:
             layers = workers("record_stop")[0]
         tokens = [torch.tensor([t for step in passes for t in step]) for passes in layers]
+        if any(len(t) < len(sequence) for t in tokens):
+            # compiled forward passes do not call the hook
+            raise QuadsError(
+                "the engine did not record its routes", where="rollout", do="start it with --enforce-eager"
+            )
         # the extra token that scoring generates may add a decode step; padding never comes first
         out.append(torch.stack([t[: len(sequence)] for t in tokens]))
     return out

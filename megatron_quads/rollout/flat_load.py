@@ -35,8 +35,10 @@ def require_flat(model: Any, quantization: dict[str, Any], rac_hash: str | None)
             "RAC metadata of the refit is not the running one", where="flat refit", do="restart the rollout"
         )
     methods = _methods(model)
-    if not methods or any(m.kernel != "marlin" for _, m in methods.values()):
-        raise QuadsError("flat refits are for the marlin kernel", where="flat refit", do="update from an export folder")
+    if not methods or any(not hasattr(m, "refit") for _, m in methods.values()):
+        raise QuadsError(
+            "flat refits are for the marlin and native kernels", where="flat refit", do="update from an export folder"
+        )
 
 
 class FlatUpdate:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import requests
+import torch
 from torch import Tensor
 
 from ..errors import QuadsError
 from .client import engine_environment, record_routes, require_mode
+from .kernel_choice import choose_here
 from .types import TRANSFER_BACKEND, RolloutInfo, Sample, half_loaded, merge_infos, require_fit, sample_seed, unwrap
 
 _EXTENSION = "megatron_quads.rollout.worker.QuadsWorkerExtension"
@@ -29,7 +31,10 @@ def server_command(
     max_num_seqs: int = 64,
     seed: int = 0,
 ) -> list[str]:
-    """Command line of a server that HttpRollout can drive; run it with ``server_environment()``."""
+    """Command line of a server on this machine that HttpRollout can drive; run it with ``server_environment()``.
+
+    CUDA graphs wherever the experts' kernel allows them (``kernel_choice``).
+    """
     options: dict[str, Any] = {
         "model": checkpoint,
         "host": host,
@@ -43,8 +48,9 @@ def server_command(
         "worker-extension-cls": _EXTENSION,
         "weight-transfer-config": json.dumps({"backend": TRANSFER_BACKEND}),
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command.append("--no-enable-prefix-caching")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching"]
+    if not torch.cuda.is_available() or choose_here(dtype) == "emulation":
+        command.append("--enforce-eager")
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     return command

@@ -24,49 +24,16 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Stat
 from vllm.model_executor.utils import replace_parameter
 
 from ..errors import QuadsError
-from ..kernels import nvfp4, rac
-from ..kernels.nvfp4 import has_kernels
-from ..kernels.rac import frontend as rac_frontend
-from ..kernels.rac.blocks import order_of, prepare
+from ..kernels import nvfp4
 from . import checks
-from .backends import GEMMS, ActivationPlan, ExpertBackend, PackedExperts
+from .backends import ExpertBackend, PackedExperts
 from .kernel_choice import describe
 from .marlin_format import MarlinGemm, from_marlin, to_marlin
 from .moe import ModelOptQuadsMoEMethod
+from .prepared import PreparedPlan
 
 logger = init_logger(__name__)
 STEMS = ("w13", "w2")
-
-
-class PreparedPlan:
-    """An ActivationPlan made ready for graphs: selections prepared for the device, static scales as tensors."""
-
-    def __init__(self, plan: ActivationPlan, k: dict[str, int], device: torch.device) -> None:
-        self.mode = plan.mode
-        self.scale: dict[str, Tensor | None] = dict.fromkeys(GEMMS)
-        self.blocks: dict[str, rac.Blocks | None] = dict.fromkeys(GEMMS)
-        for gemm in GEMMS:
-            if plan.scale == "static":
-                top = torch.tensor(plan.static_amax[gemm], dtype=torch.float32, device=device)
-                self.scale[gemm] = nvfp4.tensor_scale(top)
-            index = plan.blocks.get(gemm)
-            if plan.mode != "rac" or index is None or not index.numel():
-                continue
-            leading = index.tolist() == list(range(index.numel()))
-            made = rac.Blocks.prefix(index.numel(), k[gemm], device) if leading else rac.Blocks.of(index, k[gemm])
-            self.blocks[gemm] = made
-
-    def quantize(self, gemm: str, x: Tensor, out: Tensor, *, silu: bool = False) -> None:
-        """DQ(Q(.)) + DQ(Q(r_S)) of x [rows, K] ([rows, 2 K] of gate and up with ``silu``) into ``out`` [rows, K]."""
-        if not x.shape[0]:
-            return
-        scale, blocks = self.scale[gemm], self.blocks[gemm]
-        if not has_kernels(x.device):
-            out.copy_(rac.qdq_with_residual(x, scale, blocks, silu=silu))
-            return
-        order, count = order_of(prepare(blocks, out.shape[1], x.device))
-        flat = None if scale is None else scale.reshape(1)
-        rac_frontend._kernels().rows(x, out.shape[1], flat, order, count, silu, out)
 
 
 class RacMarlinExperts(MarlinExperts):

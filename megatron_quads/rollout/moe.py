@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from ..errors import QuadsError
 from . import checks
 from .backends import GEMMS, ActivationPlan, EmulationBackend, ExpertBackend, PackedExperts
+from .opaque import emulated_experts
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
@@ -198,6 +199,12 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """x [tokens, H], topk_weights and topk_ids [tokens, k] (global ids) -> [tokens, H]; shared experts: vLLM's."""
+        if torch.compiler.is_compiling():
+            return emulated_experts(x, topk_weights, topk_ids, layer.layer_name)
+        return self.compute(layer, x, topk_weights, topk_ids)
+
+    def compute(self, layer: RoutedExperts, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """``apply`` itself; QuadsError while the weights are not whole."""
         if not self.ready or self.plan is None:
             raise QuadsError(f"layer {self.index} has no complete weights", where="rollout", do="restart the rollout")
         assert self.backend is not None

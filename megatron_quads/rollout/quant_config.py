@@ -14,13 +14,12 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
-from vllm.platforms import current_platform
 
 from ..config import ACTIVATION_SCALES
 from ..errors import QuadsError
 from ..rac.metadata import RacMetadata
 from . import checks
-from .kernel_choice import choose
+from .kernel_choice import choose_here
 from .moe import ModelOptQuadsMoEMethod
 
 NAME = "modelopt_fp4_rac"
@@ -83,13 +82,15 @@ class ModelOptQuadsConfig(ModelOptNvFp4Config):
                 where=f"config.json quantization_config.rac.layers, {checks.experts_prefix(index)}",
                 do="calibrate again",
             )
-        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-        dtype = str(layer.moe_config.in_dtype).removeprefix("torch.")
-        kernel = choose(dtype, (capability.major, capability.minor) if capability else None)
+        kernel = choose_here(str(layer.moe_config.in_dtype).removeprefix("torch."))
         if kernel == "marlin":
             from .marlin import ModelOptQuadsMarlinMethod
 
             return ModelOptQuadsMarlinMethod(self, layer, index)
+        if kernel == "native":
+            from .native import ModelOptQuadsNativeMethod
+
+            return ModelOptQuadsNativeMethod(self, layer, index)
         return ModelOptQuadsMoEMethod(self, layer, index)
 
     def _check_folder(self) -> None:
