@@ -43,6 +43,7 @@ def hf(tiny_hf: Path) -> HFModel:
         (["--norm-epsilon", "1e-5"], 1, "1e-05 contradicts 1e-06"),
         (["--transformer-impl", "transformer_engine"], 1, "Transformer Engine needs a GPU"),
         (["--expert-tensor-parallel-size", "8"], 8, "not a multiple of 128"),
+        (["--tensor-model-parallel-size", "2"], 2, "Megatron sets it to the tensor parallel size, 2"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -21,7 +21,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], dict]:
     write_hf(folder / "hf", config, tiny_weights(config))
     run_ranks(2, WORKER, ["resume", str(folder), "--expert-model-parallel-size", "2"])
     run_ranks(1, WORKER, ["resume", str(folder)])
-    run_ranks(2, WORKER, ["reshard", str(folder), "--tensor-model-parallel-size", "2"])
+    tp = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "2"]
+    run_ranks(2, WORKER, ["reshard", str(folder), *tp])
     two = [json.loads((folder / f"resume-2-{r}.json").read_text()) for r in range(2)]
     again = json.loads((folder / "reshard-0.json").read_text())
     return two, {**json.loads((folder / "resume-1-0.json").read_text()), "resharded": again}

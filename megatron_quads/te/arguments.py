@@ -109,15 +109,7 @@ def refuse_arguments(args: argparse.Namespace, quads: QuadsConfig) -> None:
         )
     refuse_settings(args)
     quads.quantized_layers(args.num_layers or 0)
-    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
-    if etp is None:
-        if tp > 1:
-            raise QuadsError(
-                f"not given, and Megatron sets it to the tensor parallel size, {tp}: that splits every expert",
-                where="--expert-tensor-parallel-size",
-                do=f"give 1 (whole experts) or {tp}",
-            )
-        etp = 1
+    etp = expert_tensor_parallel_size(args)
     inner = args.moe_ffn_hidden_size or args.ffn_hidden_size
     shards: tuple[tuple[str, int | None, int], ...] = (
         ("--hidden-size", args.hidden_size, 1),
@@ -133,6 +125,18 @@ def refuse_arguments(args: argparse.Namespace, quads: QuadsConfig) -> None:
     refuse_activations(quads)
     if getattr(args, "transformer_impl", None) == "transformer_engine" or args.quads_weight_hook == "recipe":
         require_te(args.quads_weight_hook)
+
+
+def expert_tensor_parallel_size(args: argparse.Namespace) -> int:
+    """Megatron's argument; QuadsError when it is left out and Megatron's default would split the experts."""
+    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if etp is None and tp > 1:
+        raise QuadsError(
+            f"not given, and Megatron sets it to the tensor parallel size, {tp}: that splits every expert",
+            where="--expert-tensor-parallel-size",
+            do=f"give 1 (whole experts) or {tp}",
+        )
+    return etp or 1
 
 
 def refuse_activations(quads: QuadsConfig) -> None:

@@ -18,7 +18,7 @@ from ..checkpoint.hf import HFModel
 from ..config import QuadsConfig
 from ..errors import QuadsError
 from ..kernels.nvfp4.reference import BLOCK
-from ..te.arguments import add_quads_arguments, refuse_settings, require_te, te_version
+from ..te.arguments import add_quads_arguments, expert_tensor_parallel_size, refuse_settings, require_te, te_version
 from .runtime import apply_patches
 
 TE = "transformer_engine"
@@ -199,7 +199,7 @@ def _require_architecture(args: argparse.Namespace, reference: argparse.Namespac
 def _require_runnable(args: argparse.Namespace, quads: QuadsConfig, hf: HFModel) -> None:
     world, ep = args.world_size, args.expert_model_parallel_size
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    etp = args.expert_tensor_parallel_size or tp
+    etp = expert_tensor_parallel_size(args) if quads.quantized_trainer else args.expert_tensor_parallel_size or tp
     if hf.num_experts % ep:
         raise QuadsError(
             f"{hf.num_experts} experts cannot be divided over {ep} expert-parallel ranks",
