@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -93,12 +95,38 @@ def test_relative_paths_are_the_submitting_folders(tmp_path: Path, monkeypatch: 
 
 
 def test_colocated_roles_share_out_a_nodes_gpus() -> None:
-    config = load("h200", [])
+    config = load("h200x8", [])
     assert plan.gpu_share(config, plan.trainer(config)) == (0, 4)
     assert plan.gpu_share(config, plan.rollouts(config)[0]) == (4, 4)
     assert "#SBATCH --gpus-per-node=8" in plan.job_script(config)
     four = load("qwen3-30b-a3b-4", [])
     assert plan.gpu_share(four, plan.trainer(four)) is None and [s.first for s in plan.rollouts(four)] == [2, 3]
+
+
+def test_the_one_h200_configuration_is_the_published_run(tmp_path: Path) -> None:
+    """Its command and GPU share are those that docs/results/loop_h200.md names; engine and trainer share the GPU."""
+    page = (HERE.parent / "docs" / "results" / "loop_h200.md").read_text()
+    lines = page[page.index("    QUADS_GPU_MEMORY_FRACTION=") :].split("\n    quads compare")[0]
+    share, *published = shlex.split(lines.replace("\\\n", " "))
+    config = load("h200", ["run=runs/quads"])
+    asked = plan.rank_command(config, resume=False)[3:]
+    assert published[0] == "quads" and _pairs(published[1:]) == _pairs(asked)
+    assert share.partition("=")[::2] == (name := "QUADS_GPU_MEMORY_FRACTION", config.environment[name])
+    assert not plan.rollouts(config) and "#SBATCH --gpus-per-node=1" in plan.job_script(config)
+
+
+def _pairs(words: list[str]) -> dict[str, object]:
+    """``rl --a 1 --b`` as {"rl": None, "--a": 1, "--b": None}: JSON where it is, full paths."""
+    out: dict[str, object] = {}
+    for word, value in itertools.zip_longest(words, words[1:]):
+        if word.startswith("--") or word == "rl":
+            flag = word == "rl" or value is None or value.startswith("--")
+            out[word] = None if flag else value
+            if not flag and value[0] in "0123456789{":
+                out[word] = json.loads(value)
+            elif word in ("--model", "--out"):
+                out[word] = os.path.abspath(value)
+    return out
 
 
 def test_ports_follow_the_job_id_below_the_ephemeral_range() -> None:
