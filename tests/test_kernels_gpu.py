@@ -206,10 +206,10 @@ def test_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
                 assert same(a, b), name
 
 
-@pytest.mark.parametrize("rows", [257, 600])
+@pytest.mark.parametrize(("rows", "k"), [(257, 768), (600, 768), (600, 2048), (600, 7168)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_variants(dtype: torch.dtype, rows: int) -> None:
-    h = draw("normal", (rows, 2 * 768), dtype) * 4
+def test_silu_variants(dtype: torch.dtype, rows: int, k: int) -> None:
+    h = draw("normal", (rows, 2 * k), dtype) * 4
     index = torch.arange(20, device=CUDA)
     y = rac_reference.silu_and_mul(h)
     expected = rac_reference.qdq_with_residual(y, reference.row_scale(y), index)
