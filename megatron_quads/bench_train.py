@@ -4,7 +4,9 @@ Both arms are the same model with the recipe switched on and off, step by step i
 the same. A step is Megatron's schedule over the micro-batches, DDP with the distributed optimizer, and the optimizer.
 ``qdq_ms`` is the time between CUDA events around amax and DQ(Q(.)) of all local experts, within the quantised steps.
 ``ratio`` is the median of the pairs' ratios, ``ratio_low`` and ``ratio_high`` their quartiles. ``noise`` is the same of a
-plain step over the plain one before it: what the machine alone does to such a ratio.
+plain step over the plain one before it: what the machine alone does to such a ratio. ``gpu_ms`` is the time in which the GPU
+works within one profiled step: far below ``step_ms`` the step waits for the host, and the quotient of two arms' ``gpu_ms``
+says what quantising costs where it does not.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,7 @@ class Row:
     step_ms: float
     qdq_share: float
     peak_gib: float
+    gpu_ms: float
     qdq_ms: float = 0.0
     ratio: float = 1.0
     ratio_low: float = 1.0
@@ -71,7 +75,12 @@ def train(
     version = require_te("substitute")
     single.start()
     rows: list[Row] = []
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformer_engine": str(version)}
+    about = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformer_engine": str(version),
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith("NVTE_")},
+    }
     for count in experts:
         for row in _model(count, layers, pairs, seconds, version >= TE_CUSTOM_RECIPE):
             rows.append(row)
@@ -109,9 +118,14 @@ def _model(experts: int, layers: int, pairs: int, seconds: float, with_recipe: b
             low, ratio, high = statistics.quantiles(ratios, n=4)
             again = [max(b / a, a / b) - 1 for a, b in itertools.pairwise(plain)]
             base, mine = statistics.median(plain), statistics.median(quads)
-            yield Row(name, f"bf16 (beside {arm})", round(base, 3), 0.0, round(base_peak, 2))
-            yield Row(name, f"quads ({arm})", round(mine, 3), round(qdq / mine, 5), round(peak, 2), round(qdq, 3),
-                      round(ratio, 5), round(low, 5), round(high, 5), round(statistics.median(again), 5), len(plain))  # fmt: skip
+            switch.set(False)
+            base_gpu = _gpu_time(training, n)
+            switch.set(True)
+            gpu = _gpu_time(training, n)
+            switch.taken()
+            yield Row(name, f"bf16 (beside {arm})", round(base, 3), 0.0, round(base_peak, 2), round(base_gpu, 3))
+            yield Row(name, f"quads ({arm})", round(mine, 3), round(qdq / mine, 5), round(peak, 2), round(gpu, 3),
+                      round(qdq, 3), round(ratio, 5), round(low, 5), round(high, 5), round(statistics.median(again), 5), len(plain))  # fmt: skip
         switch.set(False)
         del done, switch
     _uninstall(model)
@@ -195,6 +209,28 @@ def _timed(training: single.Training, n: int) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
+
+
+def _gpu_time(training: single.Training, n: int) -> float:
+    """Milliseconds of one step in which the GPU runs something."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        training.step(list(range(n)))
+        torch.cuda.synchronize()
+    spans = [
+        (e.time_range.start, e.time_range.end)
+        for e in profile.events() or ()
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
+    ]
+    return covered(spans) / 1e3
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals (start, end): work on several streams at once counts once."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def _paired(

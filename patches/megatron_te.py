@@ -13,6 +13,7 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from ..errors import QuadsError
 from . import registry
 from .registry import Patch
 
@@ -31,7 +32,15 @@ def _given(original: Any) -> Any:
     @functools.wraps(original)
     def wrapper(self: Any) -> Any:
         weights = self.__dict__.get("quads_weights")
-        return original(self) if weights is None or not weights.substituted else weights.given()
+        if weights is None or not weights.substituted:
+            return original(self)
+        if getattr(self, "fp8", False):
+            raise QuadsError(
+                "runs under a Transformer Engine autocast, which would quantise the quantised weights a second way",
+                where=f"expert {type(self).__name__}",
+                do="leave the experts out of te.autocast",
+            )
+        return weights.given()
 
     return wrapper
 

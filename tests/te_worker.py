@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 from packaging.version import Version
 from trainer_worker import batch, loss, tokens
@@ -20,7 +22,7 @@ from megatron_quads.checkpoint.gather import iter_hf_tensors
 from megatron_quads.checkpoint.hf import read_model_config
 from megatron_quads.config import QuadsConfig
 from megatron_quads.errors import QuadsError
-from megatron_quads.patches import megatron_cpu
+from megatron_quads.patches import megatron_cpu, megatron_te, registry
 from megatron_quads.rl.refit import is_expert, tensor_digest
 from megatron_quads.te import arguments, single
 from megatron_quads.te.experts import expert_gemms
@@ -134,6 +136,8 @@ def faults(folder: Path, argv: list[str]) -> None:
     unwrap_model(config_fault.chunks)[0].config.delay_wgrad_compute = True
     out["delay_wgrad"] = fault(lambda: install(config_fault.chunks, QuadsConfig(recipe="qat")))
 
+    out.update(output_layer(unwrap_model(config_fault.chunks)[0].config))
+
     trainer = plain()
     scoped = install(trainer.chunks, QuadsConfig(recipe="qat", keep_first_layers=1))
     out["scoped"] = sorted({n.split(".")[1] for g in scoped.groups for n in g.names})
@@ -164,6 +168,30 @@ def faults(folder: Path, argv: list[str]) -> None:
     out["symmetric_grad"] = symmetric.step(batch(), loss)["grad_norm"] > 0
     (folder / f"faults-{dist.get_rank()}.json").write_text(json.dumps(out))
     runtime.shutdown()
+
+
+def output_layer(config: Any) -> dict[str, Any]:
+    """Megatron's output layer asked to fuse its weight gradient, with and without NVIDIA apex's extension."""
+    registry.apply((megatron_te.OUTPUT_LAYER,))
+    fused = dataclasses.replace(config, gradient_accumulation_fusion=True, delay_wgrad_compute=False)
+    said: list[str] = []
+
+    def build() -> ColumnParallelLinear:
+        return ColumnParallelLinear(32, 32, config=fused, init_method=torch.nn.init.ones_, bias=False)
+
+    with mock.patch.object(megatron_te.log, "warning", lambda text, *args: said.append(text % args)):
+        without = build()
+        with mock.patch.object(megatron_te, "has_apex_fusion", lambda: True):  # it is not there: Megatron says so
+            try:
+                build()
+                raised = ""
+            except RuntimeError as e:
+                raised = str(e)
+    return {
+        "without_apex": said,
+        "unfused": not without.gradient_accumulation_fusion and fused.gradient_accumulation_fusion,
+        "with_apex": raised,
+    }
 
 
 def curve(folder: Path, argv: list[str]) -> None:

@@ -52,6 +52,10 @@ def test_what_is_refused_and_found(tmp_path: Path) -> None:
     assert "[--quads-activation-scale]; use token" in out["scale"]
     assert "[--quads-weight-hook recipe]; add --moe-grouped-gemm" in out["recipe_hook"]
     assert "[--delay-wgrad-compute]; leave it out" in out["delay_wgrad"]
+    assert out["without_apex"] == [
+        "NVIDIA apex is not importable: ColumnParallelLinear adds its weight gradient unfused"
+    ]
+    assert out["unfused"] and "fused_weight_gradient_mlp_cuda" in out["with_apex"]  # the patch leaves it to Megatron
     assert out["scoped"] == ["1"]
     assert "stale" in out["stale"] and "[layers.0.mlp.experts.3.linear_fc1.weight]" in out["stale"]
     assert out["fresh_differs"] and out["in_place_seen"] == ""

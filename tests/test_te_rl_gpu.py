@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_quads.kernels.nvfp4 import reference as nvfp4
+from megatron_quads.kernels.rac import reference as rac_reference
 
 HAVE = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAVE, reason="needs a CUDA GPU and Transformer Engine")]
@@ -29,8 +30,9 @@ if HAVE:
     from megatron_quads.te.install import installed
     from megatron_quads.te.scratch import Scratch
     from megatron_quads.trainer import runtime
-    from megatron_quads.trainer.activations import emulate_activations, observe_experts
+    from megatron_quads.trainer.activations import emulate_activations, observe_experts, swiglu
     from megatron_quads.trainer.args import parse_args
+    from megatron_quads.trainer.experts import moe_layers
     from megatron_quads.trainer.trainer import Trainer
 
 BASE = ["--lr", "1e-3", "--micro-batch-size", "2"]
@@ -61,7 +63,12 @@ def counts(t: Trainer) -> set[int]:
 
 @pytest.mark.parametrize("flags", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_the_same_function_as_megatrons_own_layers(hf: HFModel, flags: list[str]) -> None:
-    """Log-probs, the experts' inputs, and log-probs with quantised inputs; Transformer Engine is what a GPU gets."""
+    """Log-probs, the experts' inputs, and log-probs with quantised inputs; Transformer Engine is what a GPU gets.
+
+    Its FP32 GEMM is TF32. Rounding the inputs of all GEMMs so moves log-probs by 1e-3, and those with quantised inputs,
+    where codes at a tie flip, by .32 to .45 of what quantising them does; one residual block too few or too many moves
+    them by .80 and more. In BF16 (against FP32) it is .88 to 1.08: nothing to tell, the next test compares the inputs.
+    """
     te, local = trainer(hf, *flags), trainer(hf, *flags, "--transformer-impl", "local")
     assert te.args.transformer_impl == "transformer_engine" and installed(te.chunks) and not installed(local.chunks)
     x = tokens().cuda()
@@ -90,8 +97,43 @@ def test_the_same_function_as_megatrons_own_layers(hf: HFModel, flags: list[str]
             with emulate_activations(t.chunks, None if scale == "tensor" else rac(hf, 2), activation_scale=scale):
                 emulated.append(t.logprobs(x)[0])
         gap = (emulated[0] - plain[0]).abs().mean()
-        assert gap > 1e-3 and (emulated[0] - emulated[1]).abs().mean() < (1.0 if flags else 0.5) * gap
+        assert gap > 1e-3 and (emulated[0] - emulated[1]).abs().mean() < (1.3 if flags else 0.5) * gap
     assert counts(te) == {1}
+
+
+@pytest.mark.parametrize("flags", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_what_the_gemms_get_under_emulation(hf: HFModel, flags: list[str]) -> None:
+    """Bit for bit the reference's value of fc1's input, and of silu(gate) * up before the router's probability."""
+    t = trainer(hf, *flags)
+    selection = rac(hf, 2)
+    experts: list[Any] = [moe.experts for _, moe in moe_layers(t.chunks)]
+    seen: list[dict[str, Tensor]] = [{} for _ in experts]
+
+    def note(found: dict[str, Tensor], name: str, at: int = 0) -> Any:
+        def hook(_: Any, args: tuple[Any, ...], output: Any = None) -> None:
+            found.setdefault(name, (args[at] if output is None else output[0]).detach().clone())
+
+        return hook
+
+    for found, e in zip(seen, experts, strict=True):
+        e.register_forward_pre_hook(note(found, "probabilities", 2))
+        e.linear_fc1.register_forward_pre_hook(note(found, "input"))
+        e.linear_fc1.register_forward_hook(note(found, "fc1"))
+    with emulate_activations(t.chunks, selection, activation_scale="token"):
+        for found, e in zip(seen, experts, strict=True):
+            e.linear_fc1.register_forward_pre_hook(note(found, "fc1 gets"))
+            e.linear_fc2.register_forward_pre_hook(note(found, "fc2 gets"))
+        t.logprobs(tokens().cuda())
+    for layer, found in enumerate(seen):
+        blocks = selection.layers[layer]
+        inputs = {"fc1 gets": (found["input"], blocks.gate_up), "fc2 gets": (swiglu(found["fc1"]), blocks.down)}
+        for name, (x, chosen) in inputs.items():
+            x = x.cpu()
+            value = rac_reference.qdq_with_residual(x, nvfp4.row_scale(x), torch.tensor(chosen.indices()))
+            if name == "fc2 gets":
+                value = (value * found["probabilities"].cpu().unsqueeze(-1)).to(x.dtype)
+            assert found[name].cpu().equal(value) and len(x) > 20, (layer, name)
+            assert not value.equal(x)
 
 
 @pytest.mark.parametrize("cache", ["copy", "packed"])

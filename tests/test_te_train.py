@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packaging.version import Version
 
+from megatron_quads.bench_train import covered
 from megatron_quads.checkpoint.hf import read_model_config
 from megatron_quads.checkpoint.mapping import unit_key
 from megatron_quads.config import QuadsConfig
@@ -64,13 +66,17 @@ def test_refused_in_one_line(flags: str, said: str) -> None:
     assert said in str(error.value) and "\n" not in str(error.value) and error.value.exit_code == 2
 
 
-def test_dense_models_and_missing_apex() -> None:
+def test_dense_models_and_missing_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     dense = BASE.replace("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32", "")
     with pytest.raises(QuadsError, match="this model is dense"):
         parse(dense.split())
     fused = BASE.replace("--no-gradient-accumulation-fusion", "")
     if not megatron_te.has_apex_fusion():
         with pytest.raises(QuadsError, match=r"NVIDIA apex .*--no-gradient-accumulation-fusion"):
+            parse(fused.split())
+    monkeypatch.setattr(megatron_te, "has_apex_fusion", lambda: True)
+    if not torch.cuda.is_available():
+        with pytest.raises(QuadsError, match="needs a GPU"):  # and nothing else
             parse(fused.split())
 
 
@@ -143,6 +149,24 @@ def test_megatron_patches_fit_the_installed_package(patch: registry.Patch) -> No
     registry.check(patch)
 
 
+def test_substituted_weights_under_an_autocast_are_refused() -> None:
+    """A Transformer Engine layer notes in ``fp8`` whether it runs under an autocast before it asks for its weights."""
+
+    class Layer:
+        fp8 = False
+
+    layer, weights = Layer(), SimpleNamespace(substituted=True, given=lambda: ["quantised"])
+    ask = megatron_te.GROUPED.make(lambda self: ["own"])
+    assert ask(layer) == ["own"]
+    layer.quads_weights = weights  # type: ignore[attr-defined]
+    assert ask(layer) == ["quantised"]
+    layer.fp8 = True
+    with pytest.raises(QuadsError, match=r"a second way \[expert Layer\]; leave the experts out of te\.autocast"):
+        ask(layer)
+    weights.substituted = False  # the recipe hook works under one
+    assert ask(layer) == ["own"]
+
+
 def test_the_recipe_needs_transformer_engine() -> None:
     from megatron_quads import recipe
 
@@ -160,6 +184,10 @@ def test_the_benchmark_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(QuadsError, match=r"no CUDA GPU .*quads bench train"):
         train(tmp_path / "train.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_gpu_time_counts_work_on_several_streams_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (5.5, 5.75), (6, 7)]) == 5 and covered([]) == 0
 
 
 @pytest.mark.parametrize(

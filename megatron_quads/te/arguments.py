@@ -140,7 +140,13 @@ def expert_tensor_parallel_size(args: argparse.Namespace) -> int:
 
 
 def refuse_activations(quads: QuadsConfig) -> None:
-    """Only a per-token scale is the same for every split of the tokens."""
+    """Only a per-token scale is the same for every split of the tokens, and pretraining knows no RAC selection."""
+    if quads.quantized_trainer_activations and quads.rac:
+        raise QuadsError(
+            f"recipe {quads.recipe} needs the selection of a calibrated checkpoint",
+            where="--quads-recipe",
+            do="use symmetric here; symmetric-rac is for `quads rl`",
+        )
     if quads.quantized_trainer_activations and quads.activation_scale != "token":
         raise QuadsError(
             f"recipe symmetric has no {quads.activation_scale} scale in this trainer",

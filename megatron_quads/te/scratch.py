@@ -8,8 +8,7 @@ use without a note is an error, since each writing raises the memory's version.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ class Scratch:
 
     def __init__(self, like: Tensor) -> None:
         self._flat = like.new_empty(0)
+        self.low = self.high = 0  # addresses of its first byte and behind its last
         self._views: dict[tuple[torch.Size, ...], list[Tensor]] = {}
         self.owner: tuple[int, ...] = ()  # whose values it holds, and they
         self.values: list[Tensor] = []
@@ -56,15 +56,13 @@ class Scratch:
             sizes = [-(-t.numel() // unit) * unit for t in like]
             if sum(sizes) > self._flat.numel():
                 self._flat = self._flat.new_empty(sum(sizes))
+                self.low = self._flat.data_ptr()
+                self.high = self.low + self._flat.nbytes
                 self._views.clear()
                 self.owner, self.values = (), []
             parts = self._flat[: sum(sizes)].split(sizes)
             self._views[key] = [p[: t.numel()].view(t.shape) for p, t in zip(parts, like, strict=True)]
         return self._views[key]
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in this memory."""
-        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr()
 
     def written(self, owner: tuple[int, ...], values: list[Tensor]) -> None:
         """It now holds the ``values`` of ``owner``; graphs that hold older ones may not use them."""
@@ -72,56 +70,61 @@ class Scratch:
         torch.autograd.graph.increment_version(self._flat)
 
 
-@dataclass(frozen=True)
-class _Note:
+class _Note(NamedTuple):
     """In the place of a value that autograd keeps for the backward pass."""
 
-    index: int
+    scratch: Scratch
+    place: int
     made: int
     size: torch.Size
     stride: tuple[int, ...]
 
 
-def _seen(value: Tensor, note: _Note) -> Tensor:
-    """The value as autograd saw it, transposed for one."""
-    return value.as_strided(note.size, note.stride)
-
-
 def write_again(module: nn.Module, weights: Any) -> None:
-    """Have autograd keep notes of ``weights`` (a ``ModuleWeights``) in the forward pass of ``module``, not the values."""
+    """Have autograd keep notes of ``weights`` (a ``ModuleWeights``) in the forward pass of ``module``, not the values.
 
-    def owner() -> tuple[int, ...]:
-        return weights.group.owner(weights.first, weights.first + weights.count)
+    A layer of many experts saves hundreds of tensors: what is asked for each of them is an address and a comparison.
+    """
+    group, first, end = weights.group, weights.first, weights.first + weights.count
+    scratch = Scratch(group.params[first])
+    places = _Places()
+    found: dict[int, int] = {}
+    checked: tuple[int, ...] = ()  # the owner that was seen to be this layer, and where its values are
 
     def pack(tensor: Tensor) -> Tensor | _Note:
-        group = weights.group
-        if tensor.dtype != group.params[0].dtype or not (scratch := Scratch.of(tensor)).holds(tensor):
-            return tensor.detach()
-        found = scratch.values
-        index = places(found).get(tensor.data_ptr())
-        if index is None or tensor.numel() != found[index].numel() or scratch.owner != owner():
+        nonlocal checked, found
+        address = tensor.data_ptr()
+        if not scratch.low <= address < scratch.high:
+            return tensor.detach() if tensor.requires_grad else tensor
+        if scratch.owner is not checked:
+            checked = scratch.owner
+            found = places(scratch.values) if checked == group.owner(first, end) else {}
+        index = found.get(address)
+        if index is None or tensor.numel() != scratch.values[index].numel():
             raise RuntimeError(
                 f"autograd keeps a part {tuple(tensor.shape)} of an expert weight that is written at each use"
             )
-        return _Note(index, group.quantized, tensor.shape, tensor.stride())
+        return _Note(scratch, index, group.quantized, tensor.shape, tensor.stride())
 
     def unpack(kept: Tensor | _Note) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        group, first = weights.group, weights.first
         if kept.made != group.quantized:
             raise RuntimeError("a weight was changed inplace between the forward and the backward pass")
-        scratch = Scratch.of(group.params[first])
-        if scratch.owner != owner():
+        values = kept.scratch.values
+        if kept.scratch.owner != group.owner(first, end):
             with torch.no_grad():
-                group.write(first, first + weights.count)
-        value = scratch.values[kept.index]
-        return value if value.shape == kept.size and value.stride() == kept.stride else _seen(value, kept)
+                values = group.write(first, end)
+        value = values[kept.place]
+        if value.shape == kept.size and value.stride() == kept.stride:
+            return value
+        return value.as_strided(kept.size, kept.stride)  # as autograd saw it, transposed for one
 
-    places = _Places()
     open_hooks: list[saved_tensors_hooks | None] = []
 
     def enter(*_: Any) -> None:
+        nonlocal scratch
+        scratch = Scratch.of(group.params[first])
         hooks = saved_tensors_hooks(pack, unpack) if weights.substituted else None
         if hooks is not None:
             hooks.__enter__()
