@@ -37,7 +37,8 @@ def _find(name: str | Path, kind: str) -> Path:
         return given
     if shipped.is_file():
         return shipped
-    known = ", ".join(sorted(p.stem for p in (HERE / kind).glob("*.yaml")))
+    stems = sorted(p.stem for p in (HERE / kind).glob("*.yaml"))
+    known = ", ".join(stem for stem in stems if not stem.startswith("reproduce"))  # those are of `quads reproduce`
     raise QuadsError(f"no such {kind.rstrip('s')} file", where=str(name), do=f"give a YAML file or one of {known}")
 
 

@@ -14,6 +14,7 @@ import typer
 
 from . import cli_launch
 from .errors import QuadsError
+from .reproduce import cli as cli_reproduce
 
 MEGATRON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 cli_launch.register(app)
+cli_reproduce.register(app)
 
 Model = Annotated[Path, typer.Option(help="Hugging Face checkpoint folder (Qwen3-MoE).")]
 Overwrite = Annotated[
@@ -78,6 +80,7 @@ def rl(
     updates_per_step: int = 1,
     lr_ramp: int = 0,
     heldout: int = 64,
+    eval_every: Annotated[int, typer.Option(help="Held-out problems after every N steps too; see evals.jsonl.")] = 0,
     save_every: Annotated[int, typer.Option(help="Trainer checkpoint every N steps; the last is always saved.")] = 0,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
@@ -108,6 +111,7 @@ def rl(
         updates_per_step=updates_per_step,
         lr_ramp=lr_ramp,
         heldout=heldout,
+        eval_every=eval_every,
         save_every=save_every,
         rollout=rollout,
         wandb_project=wandb_project,
@@ -316,11 +320,15 @@ def bench_kernels(
 def bench_train(
     out: Annotated[Path, typer.Option(help="JSON file.")] = Path("train.json"),
     layers: Annotated[int, typer.Option(help="Layers of the Qwen3-30B-A3B shape.", min=1)] = 8,
+    pairs: Annotated[int, typer.Option(help="Pairs of a plain and a quantised step, each configuration.", min=3)] = 20,
+    seconds: Annotated[
+        float, typer.Option(help="Fewer pairs (3 at least) if they take longer than this.", min=0.0)
+    ] = 20.0,
 ) -> None:
     """Time a training step with and without quantised experts; needs a GPU with Transformer Engine."""
     from .bench_train import train
 
-    train(out, layers=layers)
+    train(out, layers=layers, pairs=pairs, seconds=seconds)
 
 
 @bench.command("rollout", epilog=_epilog("quads bench rollout --out rollout_h200.json"))

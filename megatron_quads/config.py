@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import QuadsError
 
-RECIPES = ("bf16", "fp8", "naive", "symmetric", "qat", "quads")
+RECIPES = ("bf16", "fp8", "naive", "symmetric", "symmetric-rac", "qat", "quads")
 ACTIVATION_SCALES = ("token", "tensor", "static")
 RAC_POLICIES = ("uniform", "adaptive")
 
@@ -27,7 +27,7 @@ class QuadsConfig:
     recipe: str = _option(
         "quads",
         "bf16: nothing quantised; fp8: FP8 trainer and rollout (needs Transformer Engine); naive: BF16 trainer, W4A4 rollout; "
-        "symmetric: W4A4 on both sides; qat: W4A16 trainer, W4A4 rollout; quads: qat plus RAC in the rollout",
+        "symmetric: W4A4 on both sides; symmetric-rac: W4A4 plus RAC on both; qat: W4A16 trainer, W4A4 rollout; quads: qat plus RAC in the rollout",
         choices=RECIPES,
     )
     keep_first_layers: int = _option(0, "routed experts of the first N layers stay unquantised")
@@ -75,22 +75,22 @@ class QuadsConfig:
     @property
     def quantized_trainer(self) -> bool:
         """The trainer multiplies with quantise-dequantised expert weights."""
-        return self.recipe in ("symmetric", "qat", "quads")
+        return self.recipe in ("symmetric", "symmetric-rac", "qat", "quads")
 
     @property
     def quantized_trainer_activations(self) -> bool:
         """The trainer also fake-quantises the experts' inputs (symmetric W4A4 QAT)."""
-        return self.recipe == "symmetric"
+        return self.recipe in ("symmetric", "symmetric-rac")
 
     @property
     def quantized_rollout(self) -> bool:
         """The rollout loads packed NVFP4 experts and quantises their activations (W4A4)."""
-        return self.recipe in ("naive", "symmetric", "qat", "quads")
+        return self.recipe in ("naive", "symmetric", "symmetric-rac", "qat", "quads")
 
     @property
     def rac(self) -> bool:
-        """The rollout compensates activation residuals."""
-        return self.recipe == "quads" and self.rac_ratio > 0
+        """The rollout compensates activation residuals (under symmetric-rac the trainer does, too)."""
+        return self.recipe in ("quads", "symmetric-rac") and self.rac_ratio > 0
 
     def quantizes_layer(self, layer: int, num_layers: int) -> bool:
         """Whether the routed experts of global layer index ``layer`` (0-based, pipeline-independent) are NVFP4."""

@@ -80,7 +80,8 @@ def run(name: str, job: Job) -> None:
     JOBS[name](job)
 
 
-def _start(job: Job, model: str) -> tuple[Any, Any, Any]:
+def start(job: Job, model: str) -> tuple[Any, Any, Any]:
+    """Megatron's arguments, the checkpoint's configuration and the recipe, in an initialised runtime."""
     from .checkpoint.hf import read_model_config
     from .config import QuadsConfig
     from .trainer import runtime
@@ -103,7 +104,7 @@ def rl(job: Job) -> None:
     from .rl.runfolder import RunFolder
 
     cfg, resume = RLConfig.from_dict(job.settings["rl"]), job.settings["resume"]
-    args, hf, quads = _start(job, cfg.model)
+    args, hf, quads = start(job, cfg.model)
     folder = RunFolder(cfg.out)
     fault: QuadsError | None = None
     if dist.get_rank() == 0:
@@ -129,7 +130,7 @@ def rl(job: Job) -> None:
 
 def _require_same(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
     """A resumed run may change how long it goes on and how often it saves, nothing that its numbers depend on."""
-    free = {"steps", "save_every", "wandb_project", "rollout", "out"}
+    free = {"steps", "save_every", "eval_every", "wandb_project", "rollout", "out"}
     for part in ("rl", "quads"):
         for key, value in new[part].items():
             if key not in free and old[part].get(key) != value:
@@ -153,7 +154,7 @@ def warmup(job: Job) -> None:
     from .trainer.trainer import Trainer
 
     s = job.settings
-    args, hf, quads = _start(job, s["model"])
+    args, hf, quads = start(job, s["model"])
     demo = DemoDefaults()
     task, tokenizer = make_task(s["task"], s["task_config"]), load_tokenizer(hf.path)
     trainer = Trainer(args, hf, quads)
@@ -186,7 +187,7 @@ def calibrate(job: Job) -> None:
 
     from .rac.calibrate import calibrate as run_calibration
 
-    args, _, quads = _start(job, job.settings["model"])
+    args, _, quads = start(job, job.settings["model"])
     prompts = json.loads(Path(job.settings["prompts"]).read_text())
     report = run_calibration(job.settings["model"], prompts, quads, Path(job.settings["out"]), args=args)
     if dist.get_rank() == 0:
@@ -200,10 +201,10 @@ def export(job: Job) -> None:
     """``quads export``: a HF checkpoint, or a run's trainer checkpoint, to what vLLM serves."""
 
     from .checkpoint.export import export_hf
-    from .rl.refit import required_rac
+    from .rac.metadata import required_rac
 
     s = job.settings
-    args, hf, quads = _start(job, s["model"])
+    args, hf, quads = start(job, s["model"])
     rac = required_rac(quads, hf)
     chunks = _model(args, hf, quads, s["trainer_checkpoint"])
     export_hf(chunks, hf, quads, Path(s["out"]), rac=rac, dtype=args.params_dtype, extra_marker={"kind": "export"})
@@ -230,7 +231,7 @@ def verify(job: Job) -> None:
     from .proof.verify import verify_export
 
     s = job.settings
-    args, hf, quads = _start(job, s["model"])
+    args, hf, quads = start(job, s["model"])
     chunks = _model(args, hf, quads, s["trainer_checkpoint"])
     verify_export(chunks, hf, Path(s["export"]), dtype=args.params_dtype, engine=s["engine"], logs=Path(s["logs"]))
 
@@ -238,14 +239,21 @@ def verify(job: Job) -> None:
 def analyze(job: Job) -> None:
     """``quads analyze``."""
     from .proof.analyze import analyze as run_analysis
-    from .rl.refit import required_rac
+    from .rac.metadata import required_rac
 
     s = job.settings
-    args, hf, quads = _start(job, s["model"])
+    args, hf, quads = start(job, s["model"])
     data = json.loads(Path(s["samples"]).read_text())
     run_analysis(
         s["model"], data["sequences"], data["logprobs"], quads, Path(s["out"]), args=args, rac=required_rac(quads, hf)
     )
+
+
+def reproduce(job: Job) -> None:
+    """``quads reproduce``: the part that the settings name."""
+    from .reproduce.worker import PARTS
+
+    PARTS[job.settings["part"]](job)
 
 
 JOBS: dict[str, Callable[[Job], None]] = {
@@ -255,6 +263,7 @@ JOBS: dict[str, Callable[[Job], None]] = {
     "export": export,
     "verify": verify,
     "analyze": analyze,
+    "reproduce": reproduce,
 }
 
 

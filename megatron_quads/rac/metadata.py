@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import QuadsError
+
+if TYPE_CHECKING:
+    from ..checkpoint.hf import HFModel
+    from ..config import QuadsConfig
 
 SCHEMA_VERSION = 1
 SIDECAR = "quads_rac.json"
@@ -157,3 +161,18 @@ def load_sidecar(folder: str | Path) -> RacMetadata | None:
     except ValueError as e:
         raise QuadsError(f"not JSON: {e}", where=str(path), do="export the checkpoint again") from e
     return RacMetadata.from_block(block, where=str(path))
+
+
+def required_rac(quads: QuadsConfig, hf: HFModel) -> RacMetadata | None:
+    """The RAC metadata that the checkpoint brings; QuadsError when the recipe needs it and there is none."""
+    if not quads.rac:
+        return None
+    rac = load_sidecar(hf.path)
+    if rac is None:
+        raise QuadsError(
+            f"recipe {quads.recipe} needs RAC metadata",
+            where=str(hf.path),
+            do="run `quads calibrate` on the checkpoint first",
+        )
+    rac.require_model(hf.shape, where=str(hf.path))
+    return rac

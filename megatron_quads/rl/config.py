@@ -34,6 +34,8 @@ class RLConfig:
     """Steps over which the learning rate (Megatron's --lr) rises linearly."""
     heldout: int = 64
     """Held-out problems, sampled before the first and after the last step."""
+    eval_every: int = 0
+    """Held-out problems also after every N steps; 0: only before the first and after the last."""
     save_every: int = 0
     """Trainer checkpoint every N steps; the last step is always saved."""
     context: int | None = None
@@ -49,8 +51,12 @@ class RLConfig:
                 raise QuadsError(
                     f"{name} is {getattr(self, name)}", where=f"--{name.replace('_', '-')}", do="give 1 or more"
                 )
-        if self.steps < 0 or self.save_every < 0:
-            raise QuadsError("a number of steps cannot be negative", where="--steps, --save-every", do="give 0 or more")
+        if min(self.steps, self.save_every, self.eval_every) < 0:
+            raise QuadsError(
+                "a number of steps cannot be negative",
+                where="--steps, --save-every, --eval-every",
+                do="give 0 or more",
+            )
         if self.temperature <= 0:
             raise QuadsError(
                 f"temperature {self.temperature} is not positive", where="--temperature", do="give e.g. 1.0"

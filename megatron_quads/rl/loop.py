@@ -37,7 +37,7 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
     is returned then, and ``--resume`` goes on.
     """
     with contextlib.suppress(StopRequested), Session(args, hf, quads, cfg, resume=resume) as s:
-        s.before = s.before if s.before is not None else s.evaluate()
+        s.before = s.before if s.before is not None else s.evaluate(s.start)
         for step in range(s.start, cfg.steps):
             started = time.monotonic()
             batch, rollout_stats = s.sample(step)
@@ -49,8 +49,11 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
             update = s.update(step, batch)
             mismatch = s.refit(step + 1)
             row = {**gap, **rollout_stats, **update, **mismatch, "entropy": masked_mean(entropy, batch["mask"])}
-            s.finish_step(step + 1, {**row, "step_s": time.monotonic() - started})
-        return s.close_run(s.evaluate())
+            row["step_s"] = time.monotonic() - started
+            if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
+                row["heldout_reward"] = s.evaluate(step + 1)
+            s.finish_step(step + 1, row)
+        return s.close_run(s.evaluate(cfg.steps))
     return {}
 
 
@@ -138,9 +141,9 @@ class Session:
         )
         return sampled
 
-    def evaluate(self) -> float:
-        """Mean sampled reward on the held-out problems, one sample each, the same on every rank."""
-        return float(on_rank0(lambda: self.sampler.evaluate(self._held_rollout())))
+    def evaluate(self, step: int) -> float:
+        """Mean sampled reward on the held-out problems after ``step`` steps, the same on every rank."""
+        return float(on_rank0(lambda: self.sampler.evaluate(self._held_rollout(), step)))
 
     def _held_rollout(self) -> Rollout:
         assert self.rollout is not None, "only rank 0 asks the rollout"

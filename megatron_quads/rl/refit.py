@@ -13,8 +13,8 @@ from ..checkpoint.export import export_hf
 from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel
 from ..config import QuadsConfig
-from ..errors import MismatchError, QuadsError
-from ..rac.metadata import RacMetadata, load_sidecar
+from ..errors import MismatchError
+from ..rac.metadata import required_rac
 from ..rollout.types import Rollout
 from ..trainer.trainer import Trainer
 from .config import RLConfig
@@ -32,19 +32,6 @@ def tensor_digest(tensor: Tensor) -> str:
 def is_expert(name: str) -> bool:
     """Whether a HF tensor name is a routed expert's weight."""
     return ".mlp.experts." in name and name.endswith("_proj.weight")
-
-
-def required_rac(quads: QuadsConfig, hf: HFModel) -> RacMetadata | None:
-    """The RAC metadata that the checkpoint brings; QuadsError when the recipe needs it and there is none."""
-    if not quads.rac:
-        return None
-    rac = load_sidecar(hf.path)
-    if rac is None:
-        raise QuadsError(
-            "recipe quads needs RAC metadata", where=str(hf.path), do="run `quads calibrate` on the checkpoint first"
-        )
-    rac.require_model(hf.shape, where=str(hf.path))
-    return rac
 
 
 class Refitter:

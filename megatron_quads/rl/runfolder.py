@@ -1,6 +1,6 @@
 """One run's folder: who owns it, what it holds, where it can be resumed.
 
-run.json  metrics.jsonl  audit.jsonl  samples.jsonl  tb/  logs/  status.json
+run.json  metrics.jsonl  evals.jsonl  audit.jsonl  samples.jsonl  tb/  logs/  status.json
 checkpoints/step_000010/   trainer state, committed        refit/v000010/   packed weights, the last two
 export/                    the final checkpoint for vLLM
 """
@@ -50,6 +50,11 @@ class RunFolder:
     @property
     def samples(self) -> Path:
         return self.path / "samples.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        """One row a held-out evaluation: step, the reward of each problem; the last row of a step counts."""
+        return self.path / "evals.jsonl"
 
     def refit(self, version: int) -> Path:
         """Folder of the packed weights after ``version`` optimizer steps."""

@@ -57,11 +57,12 @@ class Sampler:
             self.folder.append(self.folder.samples, {"step": step + 1, "prompt": problem.prompt_text, "response": text})
         return batch, rollout_metrics(rewards, batch["mask"], seconds)
 
-    def evaluate(self, rollout: Rollout) -> float:
-        """Mean sampled reward on the held-out problems, one sample each."""
+    def evaluate(self, rollout: Rollout, step: int) -> float:
+        """Mean sampled reward on the held-out problems, one sample each, after ``step`` steps; adds a row to the evals."""
         prompts = self._encode(self.heldout)
         samples = self._generate(rollout, prompts, 1, HELDOUT_SEED + self.cfg.seed)
         rewards = score_samples(self.task, self.heldout, samples, self._decode, self.tokenizer.eos_token_id)
+        self.folder.append(self.folder.evals, {"step": step, "rewards": rewards.tolist()})
         return float(rewards.double().mean().item())
 
     def _encode(self, problems: list[Problem]) -> list[list[int]]:

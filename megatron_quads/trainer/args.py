@@ -119,7 +119,8 @@ def parse_args(argv: Sequence[str], hf: HFModel) -> argparse.Namespace:
 
     Architecture flags come from ``hf``; one that contradicts it is refused. The world size is read from WORLD_SIZE.
     Raises QuadsError, in one line, on an unknown flag, a value Megatron refuses, experts that expert parallelism does
-    not divide, a sharded K that is not a multiple of 16, or recipe fp8.
+    not divide, experts that Megatron's default would split (TP > 1 without an expert TP), a sharded K that is not a multiple
+    of 16, or recipe fp8.
     """
     arguments = megatron_arguments()
     derived = derived_argv(hf)

@@ -22,6 +22,7 @@ from ..checkpoint.hf import HFModel
 from ..checkpoint.load import load_hf
 from ..config import QuadsConfig
 from ..errors import QuadsError
+from ..rac.metadata import required_rac
 from . import state
 from .activations import emulate_activations
 from .experts import require_match
@@ -39,8 +40,8 @@ class Trainer:
 
     ``chunks``: the rank's model chunks, wrapped in Megatron's DDP. ``optimizer``: Megatron's, distributed unless
     ``--no-distributed-optimizer``. ``dtype``: what the GEMMs multiply in. ``iteration``: optimizer steps made.
-    Weights come from ``hf.path`` unless ``load_weights`` is False. Under the symmetric recipe the experts' activations
-    are fake-quantised for good.
+    Weights come from ``hf.path`` unless ``load_weights`` is False. Under the symmetric recipes the experts' activations
+    are fake-quantised for good (symmetric-rac: with RAC, by the checkpoint's selection).
     """
 
     def __init__(self, args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, *, load_weights: bool = True) -> None:
@@ -60,8 +61,9 @@ class Trainer:
             config.grad_scale_func = self.optimizer.scale_loss
         self._permanent = contextlib.ExitStack()
         if quads.quantized_trainer_activations:
+            rac = required_rac(quads, hf)
             self._permanent.enter_context(
-                emulate_activations(self.chunks, None, activation_scale=quads.activation_scale)  # type: ignore[arg-type]
+                emulate_activations(self.chunks, rac, activation_scale=quads.activation_scale)  # type: ignore[arg-type]
             )
 
     def dp_slice(self, n: int) -> slice:
