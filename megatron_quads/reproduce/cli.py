@@ -33,7 +33,7 @@ def warm(root: Folder = ROOT, config: ConfigOption = None) -> None:
     from .warm import make_warm
 
     opened = _open(root, config)
-    with opened.lock():
+    with opened.lock("warm"):
         make_warm(opened)
 
 
@@ -47,12 +47,13 @@ def run(
         float | None, typer.Option(help="Then stop after the step in hand and save.", min=1.0)
     ] = None,
 ) -> None:
-    """Run what is not done. A run that was stopped or killed goes on; one that is done is left alone."""
+    """Run what is not done. A run that was stopped or killed goes on; one that is done is left alone.
+
+    Start it several times to have several runs at once: each process takes the next run that nobody works on.
+    """
     from .arms import run_arms
 
-    opened = _open(root, config)
-    with opened.lock():
-        run_arms(opened, arm or [], seed or [], max_seconds=max_seconds)
+    run_arms(_open(root, config), arm or [], seed or [], max_seconds=max_seconds)
 
 
 @app.command(epilog="Example:  quads reproduce study --root runs/small")
@@ -61,7 +62,7 @@ def study(root: Folder = ROOT, config: ConfigOption = None) -> None:
     from .study import run_study
 
     opened = _open(root, config)
-    with opened.lock():
+    with opened.lock("study"):
         run_study(opened)
 
 
@@ -91,7 +92,7 @@ def merge(
 ) -> None:
     """Take up the logs of other machines; of a run that is here too the one that went further stays."""
     opened = _open(root, config)
-    with opened.lock():
+    with opened.lock("merge"):
         for archive in archives:
             typer.echo(f"{archive}: {', '.join(opened.merge(archive)) or 'nothing new'}")
 
@@ -132,6 +133,7 @@ def _open(root: Path, config: str | None) -> Root:
         raise QuadsError("RANK is set", where="quads reproduce", do="run it without torchrun or srun")
     known = config is None and (root / "reproduce.json").exists()
     opened = Root.read(root) if known else Root.open(root, load(config or "reproduce"))
-    # what vLLM takes of a GPU that the trainer shares; what the user set wins
-    os.environ.setdefault("QUADS_GPU_MEMORY_FRACTION", f"{opened.config.gpu_memory_fraction:g}")
+    # a fixed size, not a share of what is free, which changes while other runs start; what the user set wins
+    if "QUADS_GPU_MEMORY_FRACTION" not in os.environ:
+        os.environ.setdefault("QUADS_KV_CACHE_GIB", f"{opened.config.kv_cache_gib:g}")
     return opened

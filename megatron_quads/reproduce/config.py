@@ -137,16 +137,22 @@ class Config(_Strict):
     """Megatron's own flags, such as ``bf16: true``."""
     nproc: Positive = 1
     save_every: Positive = 20
-    gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
+    """Cache of each rollout on a GPU, which it shares with its trainer and with other runs."""
     study: Study = Study()
     arms: dict[str, Arm]
 
     @property
     def shared_hash(self) -> str:
         """Of all that every arm's numbers depend on. Saving, memory, the study and the list of arms may change."""
-        return _digest(
-            self.model_dump(mode="json", exclude={"scale", "save_every", "gpu_memory_fraction", "study", "arms"})
-        )
+        return _digest(self.model_dump(mode="json", exclude={"scale", "save_every", "kv_cache_gib", "study", "arms"}))
+
+    @property
+    def warm_hash(self) -> str:
+        """Of what the warm checkpoint depends on: another learning rate in RL does not ask for another warm-up."""
+        values = self.model_dump(mode="json", include={"seed", "task", "task_config", "model", "warm", "megatron"})
+        judged = self.rl.model_dump(mode="json", include={"heldout", "max_new_tokens", "temperature"})
+        return _digest({**values, "judged": judged})
 
     def arm(self, name: str) -> Arm:
         """The arm; QuadsError when there is none of that name."""

@@ -95,9 +95,9 @@ class Root:
         if not atomic.is_committed(self.warm):
             raise QuadsError("no warm checkpoint", where=str(self.warm), do="run `quads reproduce warm` first")
         made = _read(self.warm / atomic.MARKER)
-        if made.get("config") != self.config.shared_hash:
+        if made.get("config") != self.config.warm_hash:
             raise QuadsError(
-                f"warm checkpoint of configuration {made.get('config')}, this one is {self.config.shared_hash}",
+                f"warm checkpoint of configuration {made.get('config')}, this one is {self.config.warm_hash}",
                 where=str(self.warm),
                 do="give the one that belongs to the configuration, or run `quads reproduce warm`",
             )
@@ -139,16 +139,23 @@ class Root:
                 shutil.rmtree(old)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """One process at a time works in the folder; a killed one holds nothing."""
-        with open(self.path / ".lock", "a+") as handle:
+    def lock(self, part: str) -> Iterator[None]:
+        """One process at a time makes a part (warm, bases, study, merge); others wait. A killed one holds nothing."""
+        with open(self.path / f".lock-{part}", "a+") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def run_lock(self, arm: str, seed: int) -> Iterator[bool]:
+        """Whether this process has the run to itself: several may work on the arms of one folder."""
+        run = atomic.make_folder(self.run(arm, seed))
+        with open(run / ".reproduce.lock", "a+") as handle:  # `quads rl` has a lock of its own in there
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as e:
-                raise QuadsError(
-                    "another process works in this reproduction", where=str(self.path), do="wait for it"
-                ) from e
-            yield
+            except BlockingIOError:
+                yield False
+                return
+            yield True
 
     def pack(self, out: Path) -> list[str]:
         """Write all logs (no weights) as ``out``, a .tar.gz; names of the files in it."""

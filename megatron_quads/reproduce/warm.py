@@ -107,7 +107,7 @@ def warm_job(job: jobs.Job) -> None:
             where="warm",
             do="change warm.steps, warm.lr or warm.noise, and start with another --root",
         )
-    marker = {"kind": "warm-up", "config": config.shared_hash, "steps": start, "pass@1": passed}
+    marker = {"kind": "warm-up", "config": config.warm_hash, "steps": start, "pass@1": passed}
     export_hf(trainer.chunks, hf, quads, root.warm, rac=None, dtype=trainer.dtype, extra_marker=marker)
 
 

@@ -19,6 +19,7 @@ from .kernel_choice import choose_here
 from .types import TRANSFER_BACKEND, Sample, half_loaded, sample_seed, stop_tokens, unwrap
 
 FRACTION = "QUADS_GPU_MEMORY_FRACTION"
+CACHE = "QUADS_KV_CACHE_GIB"
 
 
 class Engine:
@@ -50,8 +51,9 @@ class Engine:
         }
         if current_platform.is_cpu():
             settings["kv_cache_memory_bytes"] = 1 << 30
-        elif fraction := os.environ.get(FRACTION):
-            settings["gpu_memory_utilization"] = _fraction(fraction)
+        else:
+            settings |= _memory()
+        self._sleeps = bool(extra.get("enable_sleep_mode"))
         self._llm = LLM(model=checkpoint, **{**settings, **extra})
         self._stop = stop_tokens(Path(checkpoint))
         self._whole = True
@@ -134,19 +136,51 @@ class Engine:
             raise QuadsError(f"workers acknowledge versions {held}, not {version}", where="rollout", do="restart it")
         self._whole = True
 
+    def sleep(self, level: int) -> None:
+        """See LocalRollout.sleep."""
+        if not self._sleeps:
+            raise QuadsError("the engine was started without sleep mode", where="sleep",
+                             do='start it on a GPU with engine_args={"enable_sleep_mode": True}')  # fmt: skip
+        self._llm.sleep(level=level)
+
+    def wake(self, tags: list[str] | None) -> None:
+        """See LocalRollout.wake."""
+        self._llm.wake_up(tags)
+
     def _require_whole(self) -> None:
         if not self._whole:
             raise half_loaded("rollout")
+        self.workers("require_serving", {})
 
 
-def _fraction(text: str) -> float:
+def _memory() -> dict[str, Any]:
+    """vLLM's settings from QUADS_GPU_MEMORY_FRACTION, a share of the GPU, or QUADS_KV_CACHE_GIB, the cache alone.
+
+    With a share vLLM measures what is free, which fails while other processes on the GPU grow; a cache of a fixed size
+    does not depend on them.
+    """
+    fraction, cache = os.environ.get(FRACTION), os.environ.get(CACHE)
+    if fraction and cache:
+        raise QuadsError("both memory settings are given", where=f"{FRACTION}, {CACHE}", do="keep one")
+    if fraction:
+        value = _number(fraction)
+        if not 0 < value <= 1:
+            raise QuadsError(f"{fraction!r} is not a share of GPU memory", where=FRACTION, do="give a number in (0, 1]")
+        return {"gpu_memory_utilization": value}
+    if cache:
+        value = _number(cache)
+        if not 0 < value < 1024:
+            raise QuadsError(f"{cache!r} is not a size in GiB", where=CACHE, do="give a number such as 2")
+        # vLLM only checks that this little is free
+        return {"gpu_memory_utilization": 0.01, "kv_cache_memory_bytes": int(value * 2**30)}
+    return {}
+
+
+def _number(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise QuadsError(f"{text!r} is not a share of GPU memory", where=FRACTION, do="give a number in (0, 1]")
-    return value
+        return 0.0
 
 
 def _exit_with_parent(fd: int) -> None:
