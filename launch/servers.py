@@ -106,7 +106,9 @@ class Servers:
         expected = {"job": self.engine.job, "attempt": self.attempt.number, "where": endpoint["url"]}
         try:
             info = asked.result()
-            require_ours(info, **expected, rac_hash=(self.attempt.serving() or {}).get("rac_hash"))
+            offer = self.attempt.serving() or {}
+            # a run that takes its selection anew changes it at refits, and holds its servers to it itself
+            require_ours(info, **expected, rac_hash=False if offer.get("reselects") else offer.get("rac_hash"))
         except NoAnswer as e:
             server.misses += 1
             gone = server.misses >= self.config.limits.health_misses

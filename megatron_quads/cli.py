@@ -88,7 +88,11 @@ def rl(
     kl_coef: Annotated[
         float, typer.Option(help="Weight of the KL to the starting policy; 0 keeps no reference.")
     ] = 0.0,
+    recalibrate_every: Annotated[
+        int, typer.Option(help="RAC's blocks anew every N steps, on the step's samples; 0: never.")
+    ] = 0,
     rollout: Annotated[str, typer.Option(help="local, or the URL of a vLLM server.")] = "local",
+    refit: Annotated[str, typer.Option(help="flat: packed weights from memory; folder: exports; auto.")] = "auto",
     wandb_project: Annotated[str | None, typer.Option(help="Also log to Weights & Biases.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     nproc: Nproc = 1,
@@ -113,7 +117,9 @@ def rl(
         heldout=heldout,
         eval_every=eval_every,
         save_every=save_every,
+        recalibrate_every=recalibrate_every,
         rollout=rollout,
+        refit=refit,
         wandb_project=wandb_project,
         grpo=GRPOConfig(clip_low=clip_low, clip_high=clip_high, tis_cap=tis_cap or None, kl_coef=kl_coef),
     )

@@ -130,7 +130,10 @@ def rl(job: Job) -> None:
 
 def _require_same(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
     """A resumed run may change how long it goes on and how often it saves, nothing that its numbers depend on."""
-    free = {"steps", "save_every", "eval_every", "wandb_project", "rollout", "out"}
+    free = {"steps", "save_every", "eval_every", "wandb_project", "rollout", "refit", "out"}
+    from .rl.config import RLConfig
+
+    old = {**old, "rl": RLConfig.from_dict(old["rl"]).to_dict()}  # an older run.json lacks newer settings
     for part in ("rl", "quads"):
         for key, value in new[part].items():
             if key not in free and old[part].get(key) != value:
@@ -206,8 +209,20 @@ def export(job: Job) -> None:
     s = job.settings
     args, hf, quads = start(job, s["model"])
     rac = required_rac(quads, hf)
+    if rac is not None:
+        rac = _saved_selection(s["trainer_checkpoint"]) or rac
     chunks = _model(args, hf, quads, s["trainer_checkpoint"])
     export_hf(chunks, hf, quads, Path(s["out"]), rac=rac, dtype=args.params_dtype, extra_marker={"kind": "export"})
+
+
+def _saved_selection(trainer_checkpoint: str | None) -> Any:
+    """The RAC metadata that belong to a trainer checkpoint's weights; None where it holds none."""
+    from .rac.metadata import saved_selection
+    from .trainer.state import read_extra
+
+    if trainer_checkpoint is None:
+        return None
+    return saved_selection(read_extra(Path(trainer_checkpoint)), where=trainer_checkpoint)
 
 
 def _model(args: Any, hf: Any, quads: Any, trainer_checkpoint: str | None) -> list[Any]:
@@ -228,10 +243,11 @@ def _model(args: Any, hf: Any, quads: Any, trainer_checkpoint: str | None) -> li
 
 def verify(job: Job) -> None:
     """``quads verify``: the weights of a trainer checkpoint against the exported ones."""
-    from .proof.verify import verify_export
+    from .proof.verify import require_selection, verify_export
 
     s = job.settings
     args, hf, quads = start(job, s["model"])
+    require_selection(_saved_selection(s["trainer_checkpoint"]), Path(s["export"]))
     chunks = _model(args, hf, quads, s["trainer_checkpoint"])
     verify_export(chunks, hf, Path(s["export"]), dtype=args.params_dtype, engine=s["engine"], logs=Path(s["logs"]))
 

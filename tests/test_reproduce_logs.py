@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from reproduce_helpers import config, make_root
+from reproduce_helpers import config, make_root, write_run
+from typer.testing import CliRunner
 
 from megatron_quads.errors import QuadsError
+from megatron_quads.reproduce.cli import app
 from megatron_quads.reproduce.folder import Root
 from megatron_quads.reproduce.logs import read_logs
 from megatron_quads.reproduce.report import write_report
@@ -59,3 +61,16 @@ def test_merge_refuses_logs_of_another_configuration(tmp_path: Path) -> None:
     other = Root.open(tmp_path / "there", config(seed=1))
     with pytest.raises(QuadsError, match="logs of configuration"):
         other.merge(tmp_path / "logs.tar.gz")
+
+
+def test_status_shows_progress_and_what_cannot_be_used(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", seeds=1)
+    write_run(root, "naive", 1, 0.03, steps=13)
+    bound = root.run("qat", 0) / "arm.json"
+    bound.write_text(bound.read_text().replace(root.config.arm_hash("qat"), "feed"))
+    done = CliRunner().invoke(app, ["status", "--root", str(tmp_path / "root")], env={"COLUMNS": "120"})
+    lines = {tuple(line.split()[:2]): line for line in done.output.splitlines() if line.strip()}
+    assert "running" in lines["naive", "1"] and "13/60" in lines["naive", "1"]
+    assert "done" in lines["naive", "0"] and "60/60" in lines["naive", "0"]
+    assert "not run" in lines["ours", "1"] and "unusable" in lines["qat", "0"]
+    assert "unavailable" in done.output and "warm checkpoint: there" in done.output

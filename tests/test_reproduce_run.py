@@ -135,7 +135,6 @@ def test_another_configuration_is_refused(whole: Path) -> None:
     changed.write_text(json.dumps({**CONFIG, "arms": {"ours": {"title": "QAT", "recipe": "qat", "seeds": 1}}}))
     copy = whole.with_name("other-arm")
     shutil.copytree(whole, copy)
-    (copy / "arms/ours/seed-0/status.json").write_text(json.dumps({"state": "stopped", "step": 2}))
     assert "config was" in quads("run", "--config", changed, "--root", copy, code=2)
     assert "logs of another run" in quads("tables", "--root", copy, "--out", copy / "tables", code=2)
 

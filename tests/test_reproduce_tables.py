@@ -84,6 +84,13 @@ def test_means_in_order_with_overlapping_intervals_are_not_apart(tmp_path: Path)
     assert check.outcome == "fails" and upper > lower
 
 
+def test_ours_below_uniform_by_noise_only_fails(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", {**GAPS, "uniform": 0.0104}, noise=0.5)
+    check = one(root, UNIFORM_OURS)
+    mean, low = check.detail.split("difference ")[1].split(",")[0].split(" [")
+    assert check.outcome == "fails" and float(mean) > 0 > float(low)
+
+
 def test_a_floor_above_by_noise_only_does_not_fail(tmp_path: Path) -> None:
     root = make_root(tmp_path / "root", {**GAPS, "bf16": 0.00605}, noise=0.5)
     assert one(root, ALL_BF16).outcome == "holds"
@@ -249,16 +256,3 @@ def test_the_command_line_says_what_failed(tmp_path: Path) -> None:
     failed = CliRunner().invoke(app, [*words, str(tmp_path / "bad")])
     assert getattr(failed.exception, "exit_code", None) == 1
     assert "naive > QAT only" in str(failed.exception)
-
-
-def test_status_shows_progress_and_what_cannot_be_used(tmp_path: Path) -> None:
-    root = make_root(tmp_path / "root", seeds=1)
-    write_run(root, "naive", 1, 0.03, steps=13)
-    bound = root.run("qat", 0) / "arm.json"
-    bound.write_text(bound.read_text().replace(root.config.arm_hash("qat"), "feed"))
-    done = CliRunner().invoke(app, ["status", "--root", str(tmp_path / "root")], env={"COLUMNS": "120"})
-    lines = {tuple(line.split()[:2]): line for line in done.output.splitlines() if line.strip()}
-    assert "running" in lines["naive", "1"] and "13/60" in lines["naive", "1"]
-    assert "done" in lines["naive", "0"] and "60/60" in lines["naive", "0"]
-    assert "not run" in lines["ours", "1"] and "unusable" in lines["qat", "0"]
-    assert "unavailable" in done.output and "warm checkpoint: there" in done.output

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,13 @@ from rollout_helpers import HFReference, dequantized, half_metadata, write_expor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_quads.checkpoint.mapping import Unit
+from megatron_quads.checkpoint.packing import encoded
 from megatron_quads.errors import QuadsError
 from megatron_quads.kernels import nvfp4
 from megatron_quads.rollout import LocalRollout
 from megatron_quads.rollout.backends import ActivationPlan
-from megatron_quads.rollout.flat import Chunk, chunks_of
+from megatron_quads.rollout.flat import Chunk, chunks_of, send
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +87,7 @@ def test_activations_before_the_gemm_are_the_contract(mode: str, scale: str) -> 
 
 
 class Engines:
-    """Graph engines on two sets of weights and on the unquantised first one, started together."""
+    """Graph engines on two sets of weights, the second with sleep mode; they start in turn: each measures memory."""
 
     def __init__(self, root: Path, kernel: str) -> None:
         self.root, self.kernel = root, kernel
@@ -94,11 +96,10 @@ class Engines:
         self.exports = [
             write_export(s, root / f"export{i}", metadata=self.metadata, version=i) for i, s in enumerate(self.sources)
         ]
-        with ThreadPoolExecutor(3) as pool:
-            first, second, plain = pool.map(self._start, (self.exports[0], self.exports[1], self.sources[0]))
-        self.live, self.fresh, self.plain = first, second, plain
+        self.live = self.start(self.exports[0])
+        self.fresh = self.start(self.exports[1], enable_sleep_mode=True)
 
-    def _start(self, folder: Path) -> LocalRollout:
+    def start(self, folder: Path, **more: Any) -> LocalRollout:
         begin = time.monotonic()
         made = LocalRollout(
             folder,
@@ -106,7 +107,7 @@ class Engines:
             max_model_len=64,
             max_num_seqs=16,
             log=self.root / f"{folder.name}.log",
-            engine_args={"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30},
+            engine_args={"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30, **more},
         )
         print(f"engine on {folder.name}: {time.monotonic() - begin:.1f} s", made.info())
         return made
@@ -136,7 +137,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patch.setenv("QUADS_KERNEL", request.param)
         made = Engines(tmp_path_factory.mktemp("gpu"), request.param)
     yield made
-    for rollout in (made.live, made.fresh, made.plain):
+    for rollout in (made.live, made.fresh):
         rollout.close()
 
 
@@ -181,7 +182,10 @@ def test_logprobs_agree_with_the_cpu_reference(engines: Engines) -> None:
     tokens = _tokens()
     base = {m: engines.reference(m).score(tokens) for m in ("bf16", "rac", "w4a4", "w4a16")}
     cpu = {m: float((engines.reference(m, BF16).score(tokens) - base[m]).abs().mean()) for m in ("bf16", "rac")}
-    plain = float((torch.tensor(engines.plain.score(tokens.tolist())) - base["bf16"]).abs().mean())
+    plain = 0.0
+    if engines.kernel == "marlin":  # the unquantised engine has no such kernel
+        with engines.start(engines.sources[0]) as unquantised:
+            plain = float((torch.tensor(unquantised.score(tokens.tolist())) - base["bf16"]).abs().mean())
     got = torch.tensor(engines.live.score(tokens.tolist()))
     gaps = {m: float((got - base[m]).abs().mean()) for m in ("rac", "w4a4", "w4a16")}
     print("BF16 on the CPU", cpu, "GPU engine, unquantised", plain, "GPU engine with RAC, to", gaps)
@@ -210,6 +214,40 @@ def test_fifty_refits_equal_a_fresh_engine(engines: Engines) -> None:
     _require_same(_sampled(engines.live), _sampled(engines.fresh))
 
 
+def test_sleep_and_wake(engines: Engines) -> None:
+    """Level 1 gives back what it took; after level 2 nothing is served before a refit, which restores all."""
+    rollout, rac_hash = engines.fresh, engines.metadata.content_hash
+    before, audit, info = _sampled(rollout), rollout.audit(), rollout.info()
+    awake = torch.cuda.mem_get_info()[0]
+    rollout.sleep(1)
+    print(f"level 1 frees {(torch.cuda.mem_get_info()[0] - awake) / 2**20:.0f} MiB")
+    assert torch.cuda.mem_get_info()[0] > awake + (1 << 30) // 2  # the cache alone has 1 GiB
+    with pytest.raises(QuadsError, match="the engine sleeps"):
+        _sampled(rollout)
+    rollout.wake()
+    assert _sampled(rollout) == before and rollout.info() == info and rollout.audit() == audit
+    for turn, tags in enumerate((["weights"], None)):
+        rollout.sleep(2)
+        with pytest.raises(QuadsError, match="the engine sleeps"):
+            rollout.update_flat(engines.chunks(1), 70, rac_hash=rac_hash)
+        filler = torch.full(
+            (1 << 31,), 0xA5, dtype=torch.uint8, device="cuda"
+        )  # other memory than before, or other values
+        rollout.wake(tags)
+        del filler
+        torch.cuda.empty_cache()
+        with pytest.raises(QuadsError, match="the engine sleeps" if tags else "level 2 sleep discarded the weights"):
+            _sampled(rollout)
+        assert rollout.info().version is None
+        if turn == 0:
+            rollout.update_flat(engines.chunks(1), 70, rac_hash=rac_hash)
+            rollout.wake(["kv_cache"])
+        else:
+            rollout.update_weights(engines.exports[1], 1)
+        assert rollout.audit() == audit and rollout.info().rac_active_layers == [0, 1]
+        assert _sampled(rollout) == before, f"turn {turn}"
+
+
 def test_refused_and_partial_refits(engines: Engines) -> None:
     """Last: the engine is of no use afterwards."""
     rac_hash = engines.metadata.content_hash
@@ -223,39 +261,48 @@ def test_refused_and_partial_refits(engines: Engines) -> None:
         _sampled(engines.live)
 
 
+def _layer_of_30b(w13: Tensor, w2: Tensor) -> Iterator[tuple[Unit, list[Tensor]]]:
+    """w13 [128, 1536, 2048], w2 [128, 2048, 768] as the trainer's stream gives them, then a norm."""
+    stem = "model.layers.0.mlp.experts"
+    for e in range(w13.shape[0]):
+        into = tuple(f"{stem}.{e}.{p}_proj.weight" for p in ("gate", "up"))
+        yield Unit(f"0.{e}.fc1", "glu", into, ((768, 2048),) * 2, 0, e), list(w13[e].chunk(2))
+        yield Unit(f"0.{e}.fc2", "cols", (f"{stem}.{e}.down_proj.weight",), ((2048, 768),), 0, e), [w2[e]]
+    yield Unit("final_layernorm", "whole", ("model.norm.weight",), ((2048,),)), [w2[0, :, 0].contiguous()]
+
+
 def test_refit_cost_of_30b_a3b() -> None:
-    """Quantise, convert and copy one layer of 128 experts; 48 such layers are the model."""
+    """Pack and send one layer of 128 experts as `quads rl` does, convert and copy it; 48 such layers are the model."""
     from megatron_quads.rollout.marlin_format import to_marlin
 
-    ws = [
-        torch.randn(128, 1536, 2048, device="cuda", dtype=BF16),
-        torch.randn(128, 2048, 768, device="cuda", dtype=BF16),
-    ]
-    held = [to_marlin(*_packed(128, w.shape[1], w.shape[2]), BF16) for w in ws]
+    w13 = torch.randn(128, 1536, 2048, device="cuda", dtype=BF16)
+    w2 = torch.randn(128, 2048, 768, device="cuda", dtype=BF16)
+    held = [to_marlin(*_packed(128, w.shape[1], w.shape[2]), BF16) for w in (w13, w2)]
     seconds, size = {"pack": [], "load": []}, 0  # type: ignore[var-annotated]
     for _ in range(4):
+        kept: list[Chunk] = []
+
+        def chunks(kept: list[Chunk] = kept) -> Iterator[Chunk]:
+            for chunk in chunks_of(encoded(_layer_of_30b(w13, w2), [0], None, BF16, input_scales=False)):
+                kept.append(chunk)
+                yield chunk
+
         torch.cuda.synchronize()
         begin = time.monotonic()
-        packed = []
-        for w in ws:
-            parts = list(w)
-            amax = nvfp4.grouped_amax(parts)
-            codes, s8 = nvfp4.grouped_quantize(parts, amax)
-            packed.append(
-                (torch.stack(codes), torch.stack([s.view(torch.uint8) for s in s8]), nvfp4.tensor_scale(amax))
-            )
+        sent = send(lambda **message: None, chunks(), 1, rac_hash=None)
         torch.cuda.synchronize()
         middle = time.monotonic()
-        for old, (c, s, g) in zip(held, packed, strict=True):
-            new = to_marlin(c, s.view(torch.float8_e4m3fn), g, BF16)
+        t = kept[0].tensors
+        for old, key in zip(held, ("w13", "w2"), strict=True):
+            new = to_marlin(t[key], t[f"{key}_scale"].view(torch.float8_e4m3fn), t[f"{key}_scale_2"], BF16)
             for a, b in zip(old[:3], new[:3], strict=True):
                 a.copy_(b)  # type: ignore[union-attr]
         torch.cuda.synchronize()
         seconds["pack"].append(middle - begin)
         seconds["load"].append(time.monotonic() - middle)
-        size = sum(t.nbytes for p in packed for t in p)
+        size = sent.bytes
     best = {k: 48 * sorted(v)[len(v) // 2] for k, v in seconds.items()}
-    bf16 = sum(w.nbytes for w in ws)
+    bf16 = w13.nbytes + w2.nbytes
     print(
         f"refit of 48 layers: {best} s; {48 * size / 2**30:.2f} GiB, BF16 {48 * bf16 / 2**30:.2f} GiB, {bf16 / size:.2f} x"
     )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -21,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from megatron_quads.doctor_server import Served, check, parse
 from megatron_quads.errors import QuadsError
 from megatron_quads.rollout import HttpRollout
-from megatron_quads.rollout.http import server_command, server_environment
+from megatron_quads.rollout.http import ServerGone, server_command, server_environment
 
 pytestmark = pytest.mark.slow
 
@@ -144,8 +145,36 @@ def test_http_rollout(server: tuple[str, subprocess.Popen[bytes]], sources: list
     with pytest.raises(QuadsError, match=r"did not record its routes .*--enforce-eager"):
         rollout.record_routes(tokens[:1].tolist())
 
+    class Killing(HttpRollout):
+        def _request(self, method: str, path: str, body: Any = None, **params: str) -> Any:
+            if path == "/update_weights":
+                os.kill(_engine_core(process.pid), signal.SIGKILL)
+            return super()._request(method, path, body, **params)
+
+    # the engine is gone between the start of an update and its weights
+    rollout.set_activation("rac")
+    killing = Killing(url)
+    with pytest.raises(ServerGone, match=r"^the rollout server [^\n]*127\.0\.0\.1[^\n]*$"):
+        killing.update_weights(tmp_path / "export1", 7)
+    with pytest.raises(QuadsError, match="the last weight update failed half-way"):
+        killing.generate(prompts, **ask)
+    killing.close()
+
     process.kill()
     process.wait()
     with pytest.raises(QuadsError, match=r"does not answer .*127\.0\.0\.1"):
         rollout.generate(prompts, **ask)
     rollout.close()
+
+
+def _engine_core(server: int) -> int:
+    """The process that holds the weights: the server's child of that name."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == server and b"EngineCore" in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+            except OSError:  # gone meanwhile
+                continue
+    raise AssertionError("no engine core")

@@ -1,13 +1,13 @@
 """Sharded Megatron model -> Hugging Face folder: ModelOpt NVFP4 routed experts, everything else in high precision.
 
-Streamed (one expert in memory at a time), written aside and swapped in with a commit marker, and byte-identical for
+Streamed (a few experts in memory at a time), written aside and swapped in with a commit marker, and byte-identical for
 every EP x TP x ETP x PP layout of the same weights.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ from ..config import QuadsConfig
 from ..errors import QuadsError
 from ..kernels import nvfp4
 from ..rac.metadata import SIDECAR, RacMetadata
-from . import input_scale
 from .gather import iter_units
 from .hf import HFModel
 from .inventory import agree, exchange, rank
-from .load import require_finite
 from .mapping import Unit, units
+from .packing import encoded, is_packed
 from .quantization_config import hf_quant_config, quantization_config
 from .stream import Entry, StreamWriter
 
@@ -165,7 +164,7 @@ def planned(hf: HFModel, layers: list[int], dtype: torch.dtype) -> Iterator[Entr
         if not unit.exported:
             continue
         for name, shape in zip(unit.names, unit.shapes, strict=True):
-            if not _is_packed(unit, layers):
+            if not is_packed(unit, layers):
                 yield Entry(name, dtype, shape)
                 continue
             stem, (rows, k) = name.removesuffix(".weight"), shape
@@ -173,43 +172,6 @@ def planned(hf: HFModel, layers: list[int], dtype: torch.dtype) -> Iterator[Entr
             yield Entry(f"{stem}.weight_scale", torch.float8_e4m3fn, (rows, k // nvfp4.BLOCK))
             yield Entry(f"{stem}.weight_scale_2", torch.float32, ())
             yield Entry(f"{stem}.input_scale", torch.float32, ())
-
-
-def encoded(
-    stream: Iterable[tuple[Unit, list[Tensor]]], layers: list[int], rac: RacMetadata | None, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Full HF tensors by unit -> (name, tensor) as exported. gate and up share one ``weight_scale_2``."""
-    gamma: Tensor | None = None
-    down_amax = 1.0
-    for unit, tensors in stream:
-        for name, tensor in zip(unit.names, tensors, strict=True):
-            require_finite(name, tensor, where="the trainer's weights")
-        cast = [t.to(dtype) for t in tensors]
-        if unit.key == f"{unit.layer}.pre_mlp_layernorm":
-            gamma = cast[0]
-        if not _is_packed(unit, layers):
-            yield from zip(unit.names, cast, strict=True)
-            continue
-        assert unit.layer is not None
-        assert gamma is not None
-        known_in, known_down = input_scale.calibrated(rac, unit.layer)
-        if unit.layout == "glu":
-            in_amax, down_amax = input_scale.input_amax(gamma, *cast)
-            top = known_in or in_amax
-        else:
-            top = known_down or down_amax
-        scale = nvfp4.tensor_scale(nvfp4.amax(*cast))
-        for name, tensor in zip(unit.names, cast, strict=True):
-            stem = name.removesuffix(".weight")
-            packed, block_scales = nvfp4.quantize(tensor, scale)
-            yield name, packed
-            yield f"{stem}.weight_scale", block_scales
-            yield f"{stem}.weight_scale_2", scale
-            yield f"{stem}.input_scale", input_scale.to_scale(top)
-
-
-def _is_packed(unit: Unit, layers: list[int]) -> bool:
-    return unit.expert is not None and unit.layer in layers
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,6 +20,7 @@ from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel, SafetensorsFolder, read_model_config
 from ..errors import MismatchError, QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
+from ..rac.metadata import RacMetadata, load_sidecar
 from ..rl.refit import is_expert, tensor_digest
 
 EXPERTS_IN_FILE, REST_IN_FILE = "experts: trainer and exported file", "all else: trainer and exported file"
@@ -41,6 +42,20 @@ def stored_weight(reader: SafetensorsFolder, name: str, dtype: torch.dtype) -> T
     if weight.dtype != torch.uint8:
         return weight.to(dtype)
     return nvfp4.dequantize(weight, reader.get(name + "_scale"), reader.get(name + "_scale_2"), dtype)
+
+
+def require_selection(rac: RacMetadata | None, export: Path) -> None:
+    """MismatchError unless ``export`` holds the RAC metadata of the trainer checkpoint; None: it says nothing of them."""
+    if rac is None:
+        return
+    found = load_sidecar(export)
+    if found != rac:
+        held = found.content_hash[:12] if found is not None else "no selection"
+        raise MismatchError(
+            f"the export's RAC is {held}, that of the trainer's weights {rac.content_hash[:12]}",
+            where=str(export),
+            do="do not serve it: export the checkpoint again",
+        )
 
 
 def verify_export(

@@ -104,7 +104,7 @@ def calibrate(
     )
 
     moments = Moments(hf.shape, copies=parallel_state.get_expert_tensor_parallel_world_size())
-    _observe(chunks, batches, moments, args)
+    observe(chunks, batches, args, moments)
     unseen = moments.unseen(layers)
     if unseen:
         log.warning(
@@ -141,18 +141,26 @@ def calibrate(
     return report
 
 
-def _observe(
-    chunks: list[nn.Module], batches: list[Batch], statistics: Moments | ResidualEnergy, args: argparse.Namespace
+def observe(
+    chunks: list[nn.Module], batches: list[Batch], args: argparse.Namespace, *statistics: Moments | ResidualEnergy
 ) -> None:
-    with observe_experts(chunks, statistics):
+    """Collective: one forward pass over this rank's batches, seen by all ``statistics``, which are then reduced."""
+
+    def see(layer: int, expert: int, gemm: Gemm, x: Tensor) -> None:
+        for one in statistics:
+            one(layer, expert, gemm, x)
+
+    with observe_experts(chunks, see):
         for batch in batches:
-            statistics.weight = batch.weight
+            for one in statistics:
+                one.weight = batch.weight
             length = batch.tokens.shape[1]
             # tensor parallelism pads a sequence to a multiple of its size; the experts would see that: cut instead
             kept = length - length % args.tensor_model_parallel_size
             if kept > 1:
                 token_logprobs(chunks, batch.tokens[:, :kept], args)
-    statistics.reduce()
+    for one in statistics:
+        one.reduce()
 
 
 def _choose(
@@ -171,7 +179,7 @@ def _choose(
     static = {unit: top * quads.static_headroom for unit, top in amax.items()}
     mode = cast(ActivationScale, quads.activation_scale)
     residual = ResidualEnergy(hf.shape, mode, static, copies=moments.copies)
-    _observe(chunks, batches, residual, args)
+    observe(chunks, batches, args, residual)
     energy = residual.by_unit(layers)
     blocks = {unit: e.numel() for unit, e in energy.items()}
     settings: dict[str, Any] = dict(

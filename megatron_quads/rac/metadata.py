@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -100,6 +100,36 @@ class RacMetadata(_Strict):
         layers = {i: LayerSelection(gate_up=off(x.gate_up), down=off(x.down)) for i, x in self.layers.items()}
         return self.model_copy(update={"layers": layers, "ratio": 0.0})
 
+    def require_same_form(self, other: RacMetadata, *, where: str) -> None:
+        """Raise QuadsError unless ``other`` differs from this in which blocks it lists and in calibrated amax alone.
+
+        Graphs and shapes made for this one then stay valid: as many blocks per GEMM, listed or leading as here.
+        """
+
+        def form(rac: RacMetadata) -> dict[str, Any]:
+            layers = {
+                i: [(s.prefix, len(s.indices())) for s in (x.gate_up, x.down)] for i, x in sorted(rac.layers.items())
+            }
+            return {**rac.model_dump(mode="json", exclude={"layers"}), "number of blocks": layers}
+
+        mine, theirs = form(self), form(other)
+        for name in mine:
+            if mine[name] != theirs[name]:
+                raise QuadsError(
+                    f"the new RAC selection has another {name} than the running one",
+                    where=where,
+                    do="start the rollout anew from this export",
+                )
+
+    def blocks_not_in(self, other: RacMetadata) -> int:
+        """Selected blocks, summed over layers and GEMMs, that ``other`` (of the same layers) does not select."""
+        pairs = [(x, other.layers[i]) for i, x in self.layers.items()]
+        return sum(
+            len(set(getattr(x, gemm).indices()) - set(getattr(y, gemm).indices()))
+            for x, y in pairs
+            for gemm in ("gate_up", "down")
+        )
+
     @property
     def content_hash(self) -> str:
         """sha256 over the canonical JSON, the hash itself excluded."""
@@ -161,6 +191,14 @@ def load_sidecar(folder: str | Path) -> RacMetadata | None:
     except ValueError as e:
         raise QuadsError(f"not JSON: {e}", where=str(path), do="export the checkpoint again") from e
     return RacMetadata.from_block(block, where=str(path))
+
+
+SELECTION = "selection"  # key in the ``extra`` of a trainer checkpoint
+
+
+def saved_selection(extra: dict[str, Any], *, where: str) -> RacMetadata | None:
+    """The RAC metadata that a trainer checkpoint's ``extra`` holds; None: those of the checkpoint the run started from."""
+    return RacMetadata.from_block(extra[SELECTION]["rac"], where=where) if SELECTION in extra else None
 
 
 def required_rac(quads: QuadsConfig, hf: HFModel) -> RacMetadata | None:

@@ -40,8 +40,12 @@ class RLConfig:
     """Trainer checkpoint every N steps; the last step is always saved."""
     context: int | None = None
     """Longest prompt plus response; None takes the model's."""
+    recalibrate_every: int = 0
+    """RAC's selection anew every N steps, on the step's samples, with the next refit; 0: never."""
     rollout: str = "local"
     """``local`` (vLLM in a child process of rank 0), the URL of a vLLM server, or ``launch`` (``quads submit``'s)."""
+    refit: str = "auto"
+    """``flat`` (packed weights from memory into a local rollout), ``folder`` (exports), ``auto``: flat where it can be."""
     wandb_project: str | None = None
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
 
@@ -51,12 +55,16 @@ class RLConfig:
                 raise QuadsError(
                     f"{name} is {getattr(self, name)}", where=f"--{name.replace('_', '-')}", do="give 1 or more"
                 )
-        if min(self.steps, self.save_every, self.eval_every) < 0:
+        if min(self.steps, self.save_every, self.eval_every, self.recalibrate_every) < 0:
             raise QuadsError(
                 "a number of steps cannot be negative",
-                where="--steps, --save-every, --eval-every",
+                where="--steps, --save-every, --eval-every, --recalibrate-every",
                 do="give 0 or more",
             )
+        if self.refit not in ("auto", "flat", "folder"):
+            raise QuadsError(f"unknown refit {self.refit!r}", where="--refit", do="give auto, flat or folder")
+        if self.refit == "flat" and self.rollout != "local":
+            raise QuadsError("only a local rollout takes flat refits", where="--refit", do="give --refit auto")
         if self.temperature <= 0:
             raise QuadsError(
                 f"temperature {self.temperature} is not positive", where="--temperature", do="give e.g. 1.0"

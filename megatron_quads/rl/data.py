@@ -101,6 +101,13 @@ def rollout_batch(
     return {"tokens": tokens, "mask": mask, "rollout_logprobs": rollout}
 
 
+def whole_sequences(batch: dict[str, Tensor]) -> list[list[int]]:
+    """Prompt and response of each row of a batch, without its padding."""
+    columns = torch.arange(1, batch["mask"].shape[1] + 1)
+    last = (batch["mask"].cpu() * columns).amax(1).long()  # column t speaks about token t + 1
+    return [row[: n + 1] for row, n in zip(batch["tokens"].tolist(), last.tolist(), strict=True)]
+
+
 def warmup_batch(
     task: Task,
     encode: Callable[[str], list[int]],

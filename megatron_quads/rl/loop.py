@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from ..checkpoint.hf import HFModel
 from ..checkpoint.load import load_hf
 from ..config import QuadsConfig
+from ..rac.refresh import require_selectable
 from ..rollout.types import Rollout
 from ..trainer.model import build
 from ..trainer.trainer import Trainer
 from .config import RLConfig
 from .control import Control, StopRequested
+from .data import whole_sequences
 from .loss import grpo_loss
 from .metrics import MetricsWriter, gap_metrics, masked_mean, truncate_rows
 from .ranks import on_rank0, share
@@ -47,8 +49,16 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
             if s.reference is not None:
                 batch["ref_logprobs"], _ = s.trainer.logprobs(batch["tokens"], chunks=s.reference)
             update = s.update(step, batch)
+            selection = s.recalibrate(step + 1, batch)
             mismatch = s.refit(step + 1)
-            row = {**gap, **rollout_stats, **update, **mismatch, "entropy": masked_mean(entropy, batch["mask"])}
+            row = {
+                **gap,
+                **rollout_stats,
+                **update,
+                **selection,
+                **mismatch,
+                "entropy": masked_mean(entropy, batch["mask"]),
+            }
             row["step_s"] = time.monotonic() - started
             if cfg.eval_every and (step + 1) % cfg.eval_every == 0 and step + 1 < cfg.steps:
                 row["heldout_reward"] = s.evaluate(step + 1)
@@ -71,14 +81,17 @@ class Session:
         self.before: float | None = None
         self.start = self.completed = 0  # completed: steps whose row is written and whose weights the trainer holds
         self.control = Control.from_environment()
+        if cfg.recalibrate_every:
+            require_selectable(quads, hf)
         # a fault in the data must show before anything slow starts
         self.sampler = Sampler(cfg, hf, self.folder, multiple=max(1, args.tensor_model_parallel_size))
         self.trainer = Trainer(args, hf, quads)
         # KL is measured to the policy that the run started from, computed as the trainer computes it
         self.reference = reference_model(args, hf, quads) if cfg.grpo.kl_coef > 0 else None
+        self.refitter = Refitter(self.trainer, hf, quads, self.folder)
+        self.refitter.reselects = cfg.recalibrate_every > 0
         if resume:
             self._resume()
-        self.refitter = Refitter(self.trainer, hf, quads, self.folder)
 
     def __enter__(self) -> Session:
         try:
@@ -91,6 +104,7 @@ class Session:
                     self.folder.path, resume_step=resumed, wandb_project=self.cfg.wandb_project, config=config
                 )
             on_rank0(self._start_rollout)
+            self.refitter.choose_transport(self.cfg.refit, self.rollout)
             self.refitter.prove(self.rollout, self.start)
         except BaseException as e:
             self.__exit__(type(e), e, e.__traceback__)
@@ -114,11 +128,18 @@ class Session:
         """All ranks: leave a committed checkpoint of the completed steps, then tell the launcher."""
         step = self.completed
         if step and share(self.folder.latest_step()) != step:
-            self.trainer.save(self.folder.checkpoint(step), {"before": self.before, "step": step})
+            self._save(step)
         dist.barrier()
         if self.rank0:
             self.folder.write_status("stopped", step)
             self.control.saved(step)
+
+    def _save(self, step: int) -> None:
+        """All ranks: the trainer's state, and the weights as a folder, which `quads verify` reads of an unfinished run."""
+        extra = {"before": self.before, "step": step, **self.refitter.selection_state()}
+        self.trainer.save(self.folder.checkpoint(step), extra)
+        if step < self.cfg.steps:
+            self.refitter.keep(step, start=self.start)
 
     def _stop(self) -> None:
         if self.writer is not None:
@@ -133,6 +154,7 @@ class Session:
         extra = self.trainer.load(self.folder.checkpoint(step))
         self.start = self.completed = step
         self.before = extra["before"]
+        self.refitter.restore_selection(extra, str(self.folder.checkpoint(step)))
 
     def sample(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Roll out step ``step`` (0-based) from weights of that version; batch and statistics on every rank."""
@@ -164,22 +186,26 @@ class Session:
         totals["lr"] = self.args.lr * scale
         return totals
 
+    def recalibrate(self, version: int, batch: dict[str, Tensor]) -> dict[str, float]:
+        """When it is due: the selection that goes with version ``version``, on the sequences that were just sampled."""
+        every = self.cfg.recalibrate_every
+        if not every:
+            return {}
+        new = 0 if version % every else self.refitter.recalibrate(version, whole_sequences(batch))
+        return {"rac_version": self.refitter.rac_version, "rac_blocks_changed": new}
+
     def refit(self, version: int) -> dict[str, float]:
-        """Export version ``version``, load it into the rollout, prove that both sides multiply with the same weights."""
+        """Bring version ``version`` into the rollout, prove that both sides multiply with the same weights."""
         started = time.monotonic()
-        self.refitter.export(version)
         try:
-            on_rank0(lambda: self._update_rollout(version))
+            sent = self.refitter.send(self.rollout, version)
             seconds = time.monotonic() - started
+            self.refitter.prune(self.start)
             bits = float(self.refitter.prove(self.rollout, version))
         except StopRequested:
             # the rollout is lost for good, the step is not: its row goes without the proof that the resumed run makes
             return {}
-        return {"refit_s": seconds, "weight_bits_mismatched": bits}
-
-    def _update_rollout(self, version: int) -> None:
-        self._held_rollout().update_weights(self.folder.refit(version), version)
-        self.folder.prune_refits(keep=self.start)
+        return {"refit_s": seconds, **sent, "weight_bits_mismatched": bits}
 
     def finish_step(self, step: int, row: dict[str, float]) -> None:
         """Write the row, save when it is due, say where the run is; StopRequested when the launcher wants its end."""
@@ -194,7 +220,7 @@ class Session:
             )
         every = self.cfg.save_every
         if step == self.cfg.steps or (every and step % every == 0):
-            self.trainer.save(self.folder.checkpoint(step), {"before": self.before, "step": step})
+            self._save(step)
         self.completed = step
         if self.rank0:
             self.folder.write_status("running", step)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,13 +16,15 @@ from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel
 from ..config import QuadsConfig
 from ..errors import MismatchError
-from ..rac.metadata import required_rac
+from ..rac.metadata import SELECTION, required_rac, saved_selection
+from ..rac.recalibrate import recalibrate
 from ..rollout.types import Rollout
 from ..trainer.trainer import Trainer
 from .config import RLConfig
 from .control import Control
 from .ranks import on_rank0
 from .runfolder import RunFolder
+from .transport import Transport, bf16_bytes, choose, send_flat
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -39,22 +43,100 @@ class Refitter:
 
     def __init__(self, trainer: Trainer, hf: HFModel, quads: QuadsConfig, folder: RunFolder) -> None:
         self.trainer, self.hf, self.quads, self.folder = trainer, hf, quads, folder
-        self.rac = required_rac(quads, hf)
+        self.rac = required_rac(quads, hf)  # of the current version's weights
+        self.rac_version = 0  # the steps after which it was taken; 0: the checkpoint's
+        self.reselects = False
         self.dtype = trainer.dtype
+        self.transport = Transport(False, "refit: export folders")
 
-    def export(self, version: int) -> Path:
-        """Write the packed weights of ``version`` (all ranks take part); returns the committed folder."""
-        out = self.folder.refit(version)
-        export_hf(
+    @property
+    def rac_hash(self) -> str | None:
+        """Of the current version's selection; None for recipes without RAC."""
+        return self.rac.content_hash if self.rac is not None else None
+
+    def _announced(self) -> str | None:
+        """The hash that a folder update names when the rollout may have to switch to it."""
+        return self.rac_hash if self.reselects else None
+
+    def recalibrate(self, version: int, sequences: Sequence[Sequence[int]]) -> int:
+        """All ranks: the selection of ``version``'s weights, on ``sequences``; the number of blocks that are new in it.
+
+        The next refit, export and checkpoint carry it.
+        """
+        assert self.rac is not None
+        before = self.rac
+        self.rac = recalibrate(
+            self.trainer.chunks,
+            self.hf,
+            before,
+            sequences,
+            headroom=self.quads.static_headroom,
+            args=self.trainer.args,
+        )
+        self.rac_version = version
+        return self.rac.blocks_not_in(before)
+
+    def selection_state(self) -> dict[str, Any]:
+        """What a trainer checkpoint holds of the selection (JSON values); ``restore_selection`` reads it."""
+        if self.rac is None:
+            return {}
+        return {SELECTION: {"rac_version": self.rac_version, "rac": self.rac.to_block()}}
+
+    def restore_selection(self, extra: dict[str, Any], where: str) -> None:
+        """Continue with the selection that a trainer checkpoint was saved with; an older one has the checkpoint's."""
+        if (found := saved_selection(extra, where=where)) is not None and self.rac is not None:
+            self.rac.require_same_form(found, where=where)
+            self.rac, self.rac_version = found, extra[SELECTION]["rac_version"]
+
+    def export(self, version: int) -> int:
+        """Write the packed weights of ``version`` as a committed folder (all ranks take part); bytes of its tensors."""
+        return export_hf(
             self.trainer.chunks,
             self.hf,
             self.quads,
-            out,
+            self.folder.refit(version),
             rac=self.rac,
             dtype=self.dtype,
             extra_marker={"version": version},
-        )
-        return out
+        ).nbytes
+
+    def choose_transport(self, mode: str, rollout: Rollout | None) -> None:
+        """Decide, on every rank alike, how later versions travel, and say so once. QuadsError: ``flat`` cannot be."""
+
+        def decide() -> Transport:
+            assert rollout is not None, "only rank 0 asks the rollout"
+            device = next(self.trainer.chunks[0].parameters()).device
+            found = choose(mode, rollout, self.rac_hash, device, self.folder.exports / "flat.bin")
+            print(found.line, flush=True)
+            return found
+
+        self.transport = on_rank0(decide)
+
+    def send(self, rollout: Rollout | None, version: int) -> dict[str, float]:
+        """All ranks: bring ``version`` into the rollout. QuadsError when it broke; the rollout serves nothing then."""
+        if self.transport.flat:
+            rac, file = self.rac, self.transport.file
+            sent = send_flat(self.trainer, self.hf, self.quads, rac, rollout, version, file)
+        else:
+            sent = self.export(version)
+
+            def load() -> None:
+                assert rollout is not None, "only rank 0 asks the rollout"
+                rollout.update_weights(self.folder.refit(version), version, rac_hash=self._announced())
+
+            on_rank0(load)
+        return {"refit_bytes": float(sent), "bf16_refit_bytes": float(bf16_bytes(self.hf))}
+
+    def keep(self, version: int, *, start: int) -> None:
+        """The folder that belongs to a saved step, where no refit wrote one; older ones go. Not for the last step."""
+        if self.transport.flat:
+            self.export(version)
+        self.prune(start)
+
+    def prune(self, start: int) -> None:
+        """Rank 0 removes the folders that nobody reads again; ``start``: the version that the engine started from."""
+        if dist.get_rank() == 0:
+            self.folder.prune_refits(keep=start)
 
     def export_final(self, version: int) -> None:
         """The checkpoint that users serve: the same bytes as the last refit, under ``export/``."""
@@ -88,23 +170,25 @@ class Refitter:
             from ..rollout.pool import PoolRollout, require_servers
 
             servers = require_servers(control)
-            rac_hash = self.rac.content_hash if self.rac is not None else None
             control.offer(
                 folder,
                 version,
-                rac_hash=rac_hash,
+                rac_hash=self.rac_hash,
+                reselects=self.reselects,
                 dtype=str(self.dtype).removeprefix("torch."),
                 max_model_len=min(context + 1, self.hf.max_position),
                 max_num_seqs=min(sequences, 256),
                 seed=cfg.seed,
             )
-            rollout = PoolRollout(control, servers, rac_hash=rac_hash)
-            rollout.update_weights(folder.resolve(), version)
+            rollout = PoolRollout(control, servers, rac_hash=self.rac_hash)
         else:
             from ..rollout.http import HttpRollout
 
             rollout = HttpRollout(cfg.rollout)
-            rollout.update_weights(folder.resolve(), version)
+        if self.reselects:
+            rollout.require_selection()
+        if cfg.rollout != "local":
+            rollout.update_weights(folder.resolve(), version, rac_hash=self._announced())
         rollout.assert_active()
         return rollout
 
@@ -130,6 +214,13 @@ class Refitter:
         return int(on_rank0(compare))
 
     def _compare(self, rollout: Rollout, version: int, wanted: dict[str, str], held: dict[str, Tensor]) -> int:
+        info = rollout.info()
+        if (info.version, info.rac_hash) != (version, self.rac_hash):
+            raise MismatchError(
+                f"the rollout holds version {info.version} with RAC {info.rac_hash}, the trainer sent {self.rac_hash}",
+                where=f"weights of version {version}",
+                do="report this",
+            )
         bits, found = 0, rollout.audit()
         if set(found) != set(wanted):
             odd = sorted(set(found) ^ set(wanted))[0]
@@ -157,6 +248,7 @@ class Refitter:
                 "bits_mismatched": bits,
                 "trainer": combined(wanted),
                 "rollout": combined(found),
+                **({"rac": self.rac_hash} if self.rac_hash is not None else {}),
             },
         )
         return bits

@@ -1,7 +1,7 @@
 """One run's folder: who owns it, what it holds, where it can be resumed.
 
 run.json  metrics.jsonl  evals.jsonl  audit.jsonl  samples.jsonl  tb/  logs/  status.json
-checkpoints/step_000010/   trainer state, committed        refit/v000010/   packed weights, the last two
+checkpoints/step_000010/   trainer state, committed        refit/v000010/   packed weights, the last two (flat refit: of saved steps)
 export/                    the final checkpoint for vLLM
 """
 

@@ -41,6 +41,7 @@ class ActivationPlan:
     blocks: dict[str, Tensor]  # gemm -> selected 16-block indices int64 [S]; empty: RAC is off there
     static_amax: dict[str, float] = field(default_factory=dict)
     saturated: dict[str, Tensor] = field(default_factory=dict)  # gemm -> rows beyond static_amax, int64 scalar
+    listed: frozenset[str] = frozenset()  # gemms whose blocks stay a list even when they happen to be the leading ones
 
     def quantize(self, gemm: str, x: Tensor) -> Tensor:
         """x [rows, K] -> what the GEMM multiplies with, same shape and dtype."""

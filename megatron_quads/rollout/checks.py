@@ -42,6 +42,12 @@ def read_quantization_config(folder: Path) -> dict[str, Any]:
         raise QuadsError(f"cannot read config.json: {e}", where=str(path), do="give a checkpoint folder") from e
 
 
+def read_rac(folder: Path) -> RacMetadata | None:
+    """RAC metadata of a checkpoint folder's config.json, None when it has none; QuadsError when it is malformed."""
+    config = read_quantization_config(folder)
+    return RacMetadata.from_block(config["rac"], where=str(folder / "config.json")) if "rac" in config else None
+
+
 def require_sidecar_match(rac: RacMetadata | None, folder: Path) -> None:
     """The sidecar must exist exactly when config.json has a ``rac`` block, with the same hash; else QuadsError."""
     sidecar = load_sidecar(folder)
@@ -60,9 +66,7 @@ def require_sidecar_match(rac: RacMetadata | None, folder: Path) -> None:
 
 def preflight(folder: Path) -> None:
     """What can be told before vLLM starts: the metadata is readable and the sidecar agrees; else QuadsError."""
-    config = read_quantization_config(folder)
-    where = str(folder / "config.json")
-    require_sidecar_match(RacMetadata.from_block(config["rac"], where=where) if "rac" in config else None, folder)
+    require_sidecar_match(read_rac(folder), folder)
 
 
 def model_shape(hf_config: Any) -> ModelShape:

@@ -16,7 +16,16 @@ from typing import Any
 from ..errors import QuadsError
 from .checks import preflight
 from .kernel_choice import choose_here
-from .types import TRANSFER_BACKEND, Sample, half_loaded, sample_seed, stop_tokens, unwrap
+from .types import (
+    TRANSFER_BACKEND,
+    RolloutInfo,
+    Sample,
+    half_loaded,
+    require_acknowledged,
+    sample_seed,
+    stop_tokens,
+    unwrap,
+)
 
 FRACTION = "QUADS_GPU_MEMORY_FRACTION"
 CACHE = "QUADS_KV_CACHE_GIB"
@@ -109,31 +118,31 @@ class Engine:
         """One call in every worker; raises QuadsError when a worker refuses."""
         return unwrap(self._llm.collective_rpc("quads_call", args=(name, json.dumps(arguments))))
 
-    def update_weights(self, folder: str, version: int) -> None:
+    def update_weights(self, folder: str, version: int, rac_hash: str | None = None) -> None:
         """The native flow. Every worker checks the folder before any of them starts."""
-        self.workers("check_update", {"folder": folder, "version": version})
+        info = {"folder": folder, "version": version, "rac_hash": rac_hash}
+        self.workers("check_update", info)
         self._whole = False
         self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"folder": folder, "version": version}})
-        self._finish(version)
+        self._llm.update_weights({"update_info": info})
+        self._finish(version, rac_hash)
 
     def update_flat(self, chunk: dict[str, Any], version: int, first: bool, last: bool) -> None:
         """One chunk of a flat refit (``flat.py``), through the same flow."""
         if first:
-            self.workers("check_flat", {"rac_hash": chunk["rac_hash"]})
+            self.workers("check_flat", {"rac_hash": chunk["rac_hash"], "rac": chunk["rac"]})
             self._whole = False
             self._llm.start_weight_update()
         self._llm.update_weights({"update_info": {"folder": "", "version": version, "chunk": chunk}})
         if last:
-            self._finish(version)
+            self._finish(version, chunk["rac_hash"])
 
-    def _finish(self, version: int) -> None:
+    def _finish(self, version: int, rac_hash: str | None) -> None:
+        """``rac_hash`` None: not asked for."""
         named = "weight_version" in inspect.signature(self._llm.finish_weight_update).parameters
         self._llm.finish_weight_update(**({"weight_version": str(version)} if named else {}))
         self._llm.reset_prefix_cache()
-        held = {i["version"] for i in self.workers("info", {})}
-        if held != {version}:
-            raise QuadsError(f"workers acknowledge versions {held}, not {version}", where="rollout", do="restart it")
+        require_acknowledged([RolloutInfo(**i) for i in self.workers("info", {})], version, rac_hash)
         self._whole = True
 
     def sleep(self, level: int) -> None:

@@ -22,7 +22,7 @@ from .. import atomic
 from ..checkpoint.hf import read_model_config
 from ..errors import QuadsError
 from .flat import Chunk, Sent, send
-from .types import ACTIVATION_MODES, RolloutInfo, Sample, merge_infos, require_fit
+from .types import RolloutInfo, Sample, merge_infos, record_routes, require_fit, require_mode
 
 # a launcher's rank variables would make the child's single-process engine join the trainer's world
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -167,25 +167,62 @@ class LocalRollout:
         """See Rollout.record_routes. Scores one sequence at a time."""
         return record_routes(self._workers, self.score, sequences)
 
-    def update_weights(self, folder: str | Path, version: int) -> None:
+    def require_selection(self) -> None:
+        """See Rollout.require_selection."""
+        self._workers("check_selection")
+
+    def update_weights(self, folder: str | Path, version: int, *, rac_hash: str | None = None) -> None:
         """See Rollout.update_weights."""
-        self._call("update_weights", folder=str(folder), version=version)
+        self._call("update_weights", folder=str(folder), version=version, rac_hash=rac_hash)
+
+    def flat_device(self, rac_hash: str | None) -> str | None:
+        """UUID of the GPU that all workers hold their weights on; None when there is not one.
+
+        QuadsError when they take no flat refit with this RAC metadata.
+        """
+        found = set(self._workers("check_flat", rac_hash=rac_hash))
+        return found.pop() if len(found) == 1 else None
 
     def update_flat(
-        self, chunks: Iterable[Chunk], version: int, *, rac_hash: str | None, file: str | Path | None = None
+        self,
+        chunks: Iterable[Chunk],
+        version: int,
+        *,
+        rac_hash: str | None,
+        rac: dict[str, Any] | None = None,
+        file: str | Path | None = None,
     ) -> Sent:
-        """Refit from packed tensors in memory (``flat.py``): CUDA IPC, or a shared file. Needs the marlin kernel.
+        """Refit from packed tensors in memory (``flat.py``): CUDA IPC, or a shared file.
 
         Every worker acknowledges version and hash; QuadsError otherwise, after which it serves nothing.
         """
         sent = send(
-            partial(self._call, "update_flat"), chunks, version, rac_hash=rac_hash, file=Path(file) if file else None
+            partial(self._call, "update_flat"),
+            chunks,
+            version,
+            rac_hash=rac_hash,
+            rac=rac,
+            file=Path(file) if file else None,
         )
         for rank, held in enumerate(self._workers("weights_hash")):
             if held != sent.hash:
                 raise QuadsError(f"worker {rank} acknowledges weights {held}, not {sent.hash}", where="flat refit",
                                  do="restart the rollout")  # fmt: skip
         return sent
+
+    def sleep(self, level: int = 1) -> None:
+        """Give GPU memory back (vLLM's sleep mode): level 1 keeps the weights on the host, level 2 discards them.
+
+        QuadsError unless the engine was started with ``enable_sleep_mode``. Asleep it serves nothing; after level 2 not
+        before a refit, either.
+        """
+        if level not in (1, 2):
+            raise QuadsError(f"sleep level {level}", where="sleep", do="give 1 or 2")
+        self._call("sleep", level=level)
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again: all, or of ``weights`` and ``kv_cache`` what ``tags`` names."""
+        self._call("wake", tags=None if tags is None else list(tags))
 
     def audit(self) -> dict[str, str]:
         """See Rollout.audit."""
@@ -226,29 +263,3 @@ class LocalRollout:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def require_mode(mode: str) -> None:
-    """Raise QuadsError for an unknown activation mode."""
-    if mode not in ACTIVATION_MODES:
-        raise QuadsError(f"unknown activation mode {mode!r}", where="set_activation", do=f"one of {ACTIVATION_MODES}")
-
-
-def record_routes(workers: Any, score: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Routes of each sequence int64 [MoE layers, tokens, k], through the given transport."""
-    out = []
-    for sequence in sequences:
-        workers("record_start")
-        try:
-            score([sequence])
-        finally:
-            layers = workers("record_stop")[0]
-        tokens = [torch.tensor([t for step in passes for t in step]) for passes in layers]
-        if any(len(t) < len(sequence) for t in tokens):
-            # compiled forward passes do not call the hook
-            raise QuadsError(
-                "the engine did not record its routes", where="rollout", do="start it with --enforce-eager"
-            )
-        # the extra token that scoring generates may add a decode step; padding never comes first
-        out.append(torch.stack([t[: len(sequence)] for t in tokens]))
-    return out

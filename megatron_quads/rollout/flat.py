@@ -74,9 +74,18 @@ def unflatten(flat: Tensor, entries: list[list[Any]]) -> dict[str, Tensor]:
     return out
 
 
-def send(call: Any, chunks: Iterable[Chunk], version: int, *, rac_hash: str | None, file: Path | None = None) -> Sent:
+def send(
+    call: Any,
+    chunks: Iterable[Chunk],
+    version: int,
+    *,
+    rac_hash: str | None,
+    rac: dict[str, Any] | None = None,
+    file: Path | None = None,
+) -> Sent:
     """Send all chunks of a version; ``call``: LocalRollout's ``update_flat``. ``file``: shared file instead of IPC.
 
+    ``rac``: the block of the RAC metadata of ``rac_hash``, where the rollout may have to switch to it.
     The buffer is as large as the largest chunk yet. QuadsError from the rollout: it serves nothing any more.
     """
     sent, digest = Sent(), hashlib.sha256()
@@ -93,7 +102,7 @@ def send(call: Any, chunks: Iterable[Chunk], version: int, *, rac_hash: str | No
         digest.update(found.encode())
         message = {
             "layer": chunk.layer, "first_expert": chunk.first_expert, "entries": entries, "bytes": size,
-            "checksum": found, "rac_hash": rac_hash, **_pointer(buffer, flat, file),
+            "checksum": found, "rac_hash": rac_hash, "rac": rac if first else None, **_pointer(buffer, flat, file),
         }  # fmt: skip
         call(chunk=message, version=version, first=first, last=last)
         sent.bytes, sent.chunks = sent.bytes + sum(t.nbytes for t in chunk.tensors.values()), sent.chunks + 1

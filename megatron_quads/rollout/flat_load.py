@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import QuadsError
+from ..rac.metadata import RacMetadata
 from . import checks
 from .backends import PackedExperts
 from .flat import EXPERT_KEYS, checksum, unflatten
@@ -34,18 +35,29 @@ def require_flat(model: Any, quantization: dict[str, Any], rac_hash: str | None)
         raise QuadsError(
             "RAC metadata of the refit is not the running one", where="flat refit", do="restart the rollout"
         )
-    methods = _methods(model)
-    if not methods or any(not hasattr(m, "refit") for _, m in methods.values()):
-        raise QuadsError(
-            "flat refits are for the marlin and native kernels", where="flat refit", do="update from an export folder"
-        )
+    if not _methods(model):
+        raise QuadsError("no layer is quantised", where="flat refit", do="update from an export folder")
+    if "rac" not in quantization and quantization.get(checks.MARKER_KEY, {}).get("activation_scale") == "static":
+        # those scales are the export's input_scale, which follows the weights and does not travel here
+        raise QuadsError("static activation scales without RAC need a whole export", where="flat refit",
+                         do="update from an export folder")  # fmt: skip
+
+
+def selection_of(chunk: dict[str, Any]) -> RacMetadata | None:
+    """The RAC metadata that a refit brings (``rac`` of its first chunk), checked; None: the running one stays."""
+    if chunk.get("rac") is None:
+        return None
+    rac = RacMetadata.from_block(chunk["rac"], where="flat refit")
+    if rac.content_hash != chunk["rac_hash"]:
+        raise QuadsError("the refit brings other RAC metadata than it announces", where="flat refit", do=AGAIN)
+    return rac
 
 
 class FlatUpdate:
     """One update under way. Raising in the middle leaves the worker without a version."""
 
     def __init__(self, model: Any, vllm_config: Any, names: Iterable[str]) -> None:
-        self.model, self.methods = model, _methods(model)
+        self.model, self.vllm_config, self.methods = model, vllm_config, _methods(model)
         self.device = next(model.parameters()).device
         # a layer is complete when each of its local experts arrived
         self.missing = {i: set(self._experts(layer)) for i, (layer, _) in self.methods.items()}
@@ -97,8 +109,23 @@ class FlatUpdate:
                 raise QuadsError(f"tensor {name} is not in the running model", where="flat refit", do=AGAIN)
         if not torch.stack([t.isfinite().all() for t in tensors.values()]).all():
             raise QuadsError("a weight is not finite", where="flat refit", do="do not send a diverged model")
-        self.model.load_weights(iter(tensors.items()))  # unquantised layers on a GPU hold what was loaded
+        if self.device.type == "cuda":
+            self.model.load_weights(iter(tensors.items()))  # unquantised layers on a GPU hold what was loaded
+        else:
+            self._reload_dense(tensors)
         self.dense -= tensors.keys()
+
+    def _reload_dense(self, tensors: dict[str, Tensor]) -> None:
+        """On a CPU vLLM repacks weights as it loads them, so they take the way of a reload, around the experts."""
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        part: Any = _Without(self.model, [layer for layer, _ in self.methods.values()])
+        initialize_layerwise_reload(part)
+        self.model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(part, self.vllm_config.model_config)
 
     def _take_experts(self, index: int, first: int, tensors: dict[str, Tensor]) -> None:
         if index not in self.methods or set(tensors) != set(EXPERT_KEYS):
@@ -124,6 +151,17 @@ class FlatUpdate:
             lacks = f"layer {min(self.missing)}" if self.missing else f"tensor {min(self.dense)}"
             raise QuadsError(f"the refit left out {lacks}", where="flat refit", do=AGAIN)
         return self.digest.hexdigest()
+
+
+class _Without:
+    """A model as vLLM's reload walks it, without some of its modules."""
+
+    def __init__(self, model: Any, left_out: list[Any]) -> None:
+        inside = {id(m) for layer in left_out for m in layer.modules()}
+        self._modules_left = [m for m in model.modules() if id(m) not in inside]
+
+    def modules(self) -> list[Any]:
+        return self._modules_left
 
 
 def _require_scales(index: int, packed: PackedExperts) -> None:

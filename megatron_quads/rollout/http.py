@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,10 +15,23 @@ import torch
 from torch import Tensor
 
 from ..errors import QuadsError
-from .client import engine_environment, record_routes, require_mode
+from .client import engine_environment
 from .kernel_choice import choose_here
-from .types import TRANSFER_BACKEND, RolloutInfo, Sample, half_loaded, merge_infos, require_fit, sample_seed, unwrap
+from .types import (
+    TRANSFER_BACKEND,
+    RolloutInfo,
+    Sample,
+    half_loaded,
+    merge_infos,
+    record_routes,
+    require_acknowledged,
+    require_fit,
+    require_mode,
+    sample_seed,
+    unwrap,
+)
 
+WATCH_S = 2.0  # between looks at the server's health while it works on a request
 _EXTENSION = "megatron_quads.rollout.worker.QuadsWorkerExtension"
 
 
@@ -82,7 +96,7 @@ class HttpRollout:
         self._model, self.max_model_len = card["id"], int(card["max_model_len"])
         self.assert_active()
         self._stop = self._workers("stop_tokens")[0]
-        self._request("POST", "/init_weight_transfer_engine", {"init_info": {}})
+        self._watched("/init_weight_transfer_engine", {"init_info": {}})
 
     def _request(self, method: str, path: str, body: Any = None, **params: str) -> Any:
         try:
@@ -100,13 +114,42 @@ class HttpRollout:
             raise kind(f"the rollout server answered {said}", where=self.url, do=hint)
         return reply.json() if reply.content else None
 
+    def _watched(self, path: str, body: Any = None, **params: str) -> Any:
+        """A POST that the engine itself answers: when it dies the server waits for that answer for ever.
+
+        So the server's health is asked for meanwhile; ServerGone as soon as it says that the engine died, or is gone.
+        """
+        reply: Future[Any] = Future()
+
+        def post() -> None:
+            try:
+                reply.set_result(self._request("POST", path, body, **params))
+            except BaseException as e:  # noqa: BLE001  raised below, in the caller
+                reply.set_exception(e)
+
+        threading.Thread(target=post, daemon=True).start()  # left alone with a server that never answers
+        while not wait([reply], WATCH_S).done:
+            try:
+                if self._session.get(self.url + "/health", timeout=10).status_code == 200:
+                    continue
+            except requests.Timeout:
+                continue  # busy
+            except requests.ConnectionError:
+                pass  # it takes no connections any more
+            if not wait([reply], WATCH_S).done:
+                raise ServerGone(f"the rollout server died in {path}", where=self.url, do="look at its log")
+        return reply.result()
+
     def _workers(self, name: str, **arguments: Any) -> list[Any]:
         body = {"method": "quads_call", "args": [name, json.dumps(arguments)]}
-        return unwrap(self._request("POST", "/collective_rpc", body)["results"])
+        return unwrap(self._watched("/collective_rpc", body)["results"])
 
-    def _complete(self, prompt: Sequence[int], **settings: Any) -> Any:
+    def _require_serving(self) -> None:
         if not self._whole:
             raise half_loaded(self.url)
+        self._workers("require_serving")  # another client may have put it to sleep
+
+    def _complete(self, prompt: Sequence[int], **settings: Any) -> Any:
         body = {"model": self._model, "prompt": list(prompt), "return_token_ids": True, **settings}
         return self._request("POST", "/v1/completions", body)["choices"][0]
 
@@ -122,6 +165,7 @@ class HttpRollout:
     ) -> list[list[Sample]]:
         """See Rollout.generate. ``indices``: the prompts' places in a larger set that several servers share."""
         require_fit(prompts, self.max_model_len, room=1)
+        self._require_serving()
         places = range(len(prompts)) if indices is None else indices
 
         def one(at: tuple[int, int]) -> Sample:
@@ -142,6 +186,7 @@ class HttpRollout:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Rollout.score; the server's context must hold each sequence and one token more."""
         require_fit(sequences, self.max_model_len, room=1)
+        self._require_serving()
 
         def one(sequence: Sequence[int]) -> list[float]:
             entries = self._complete(sequence, max_tokens=1, temperature=0.0, prompt_logprobs=0)["prompt_logprobs"]
@@ -153,16 +198,24 @@ class HttpRollout:
         """See Rollout.record_routes. Nobody else may use the server meanwhile."""
         return record_routes(self._workers, self.score, sequences)
 
-    def update_weights(self, folder: str | Path, version: int) -> None:
+    def require_selection(self) -> None:
+        """See Rollout.require_selection."""
+        self._workers("check_selection")
+
+    def update_weights(self, folder: str | Path, version: int, *, rac_hash: str | None = None) -> None:
         """See Rollout.update_weights. Requests in flight finish first."""
         where = str(Path(folder).resolve())
-        self._workers("check_update", folder=where, version=version)
+        info: dict[str, Any] = {"folder": where, "version": version}
+        if rac_hash is not None:
+            info["rac_hash"] = rac_hash
+        self._workers("check_update", **info)
         self._whole = False
-        self._request("POST", "/pause", mode="wait")
-        self._request("POST", "/start_weight_update")
-        self._request("POST", "/update_weights", {"update_info": {"folder": where, "version": version}})
-        self._request("POST", "/finish_weight_update", {"weight_version": str(version)})
-        self._request("POST", "/resume")
+        self._watched("/pause", mode="wait")
+        self._watched("/start_weight_update")
+        self._watched("/update_weights", {"update_info": info})
+        self._watched("/finish_weight_update", {"weight_version": str(version)})
+        require_acknowledged([RolloutInfo(**i) for i in self._workers("info")], version, rac_hash)
+        self._watched("/resume")
         self._whole = True
 
     def audit(self) -> dict[str, str]:

@@ -124,6 +124,8 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
         self.ready = False
         for name, value in self._convert(packed).items():
             getattr(layer, name).data.copy_(value)
+        self._renew_plan(packed.w13.device)
+        self.prepare_plan(layer)
         self.ready = True
 
     def _build(self, layer: Any) -> None:
@@ -161,11 +163,12 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
         return self.moe_quant_config or self._quant_config_of(layer)
 
     def prepare_plan(self, layer: Any) -> None:
-        """Prepare the plan once (its selection is the checkpoint's) and compile what it launches."""
+        """Prepare the plan once, for graphs hold its tensors, and compile what it launches; later rewrite them."""
         assert self.plan is not None and self.moe_kernel is not None
         experts = self.moe_kernel.fused_experts
         assert isinstance(experts, RacMarlinExperts)
         if experts.plan is not None and experts.plan.mode == self.plan.mode:
+            experts.plan.update(self.plan)
             return
         hidden, inter = layer.moe_config.hidden_dim, layer.moe_config.intermediate_size_per_partition
         device = layer.w2_weight.device
@@ -174,6 +177,13 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
             x, y = (torch.zeros(rows, k, dtype=self._dtype, device=device) for k in (hidden, 2 * inter))
             experts.plan.quantize("gate_up", x, torch.empty_like(x))
             experts.plan.quantize("down", y, y.new_empty(rows, inter), silu=True)
+
+    def selection(self) -> dict[str, list[int]]:
+        """See ModelOptQuadsMoEMethod."""
+        assert self.moe_kernel is not None
+        plan = getattr(self.moe_kernel.fused_experts, "plan", None)
+        assert isinstance(plan, PreparedPlan)
+        return plan.indices()
 
     def set_mode(self, mode: str) -> None:
         """See ModelOptQuadsMoEMethod."""

@@ -24,6 +24,7 @@ from .opaque import emulated_experts
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
+    from ..rac.metadata import GemmSelection
     from .quant_config import ModelOptQuadsConfig
 
 KINDS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
@@ -164,6 +165,29 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         assert self.backend is not None
         self.backend.load(packed, layer.params_dtype)
 
+    def refit(self, layer: RoutedExperts, packed: PackedExperts) -> None:
+        """New weights into the tensors in use, past vLLM's reload. ``packed`` holds this worker's experts."""
+        assert self.backend is not None and self.plan is not None
+        self.ready = False
+        getattr(layer, "w13_weight_scale_2").data.copy_(packed.w13_scale_2[:, None])  # noqa: B009 - a parameter to mypy
+        for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale", "w2_weight_scale_2"):
+            getattr(layer, name).data.copy_(getattr(packed, name.replace("_weight", "", 1)))
+        self.backend.load(packed, layer.params_dtype)
+        self._renew_plan(packed.w13.device)
+        self.ready = True
+
+    def _renew_plan(self, device: torch.device) -> None:
+        """The running metadata's selection and scales; a level 2 sleep discards the old tensors, too."""
+        assert self.plan is not None
+        self.plan.blocks = self._selected(device)
+        for gemm, selection in self._gemms().items():
+            self.plan.static_amax[gemm] = selection.static_amax or 0.0
+
+    def selection(self) -> dict[str, list[int]]:
+        """The residual blocks that each GEMM computes with under mode ``rac``, ascending."""
+        assert self.plan is not None
+        return {gemm: blocks.tolist() for gemm, blocks in self.plan.blocks.items()}
+
     def weights(self) -> tuple[Tensor, Tensor]:
         """The dequantised (w13 [E, 2I, H], w2 [E, H, I]) in compute dtype, of what the GEMMs read."""
         assert self.backend is not None
@@ -177,17 +201,23 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
             )
         self.plan.mode = mode
 
+    def _gemms(self) -> dict[str, GemmSelection]:
+        rac = self.quant_config.rac
+        return {"gate_up": rac.layers[self.index].gate_up, "down": rac.layers[self.index].down} if rac else {}
+
+    def _selected(self, device: torch.device) -> dict[str, Tensor]:
+        return {g: torch.tensor(s.indices(), dtype=torch.int64, device=device) for g, s in self._gemms().items()}
+
     def _make_plan(self, tensors: dict[str, Tensor]) -> None:
-        config, device = self.quant_config, tensors["w13_weight"].device
-        selection = config.rac.layers[self.index] if config.rac else None
-        gemms = {"gate_up": selection.gate_up, "down": selection.down} if selection else {}
-        blocks = {g: torch.tensor(s.indices(), dtype=torch.int64, device=device) for g, s in gemms.items()}
+        config, gemms = self.quant_config, self._gemms()
+        blocks = self._selected(tensors["w13_weight"].device)
         # without RAC a static scale is the checkpoint's own: input_scale = amax / (6 * 448)
         amax = {"gate_up": tensors["w13_input_scale"], "down": tensors["w2_input_scale"]}
         static = {g: (gemms[g].static_amax if g in gemms else float(amax[g].max()) * 6 * 448) or 0.0 for g in GEMMS}
         mode = self.plan.mode if self.plan else ("rac" if config.rac else "w4a4")
         saturated = self.plan.saturated if self.plan else {}
-        self.plan = ActivationPlan(mode, config.activation_scale, blocks, static, saturated)
+        listed = frozenset(g for g, selection in gemms.items() if selection.prefix is None)
+        self.plan = ActivationPlan(mode, config.activation_scale, blocks, static, saturated, listed)
 
     def apply(  # type: ignore[override]
         self,

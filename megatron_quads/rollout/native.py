@@ -69,13 +69,22 @@ class ModelOptQuadsNativeMethod(ModelOptQuadsMoEMethod):
         self.ready = False
         for name, value in self._named(packed).items():
             getattr(layer, name).data.copy_(value)
+        self._renew_plan(packed.w13.device)
+        self._prepare(packed.w13.device)
         self.ready = True
 
     def _prepare(self, device: torch.device) -> None:
-        """Once per mode: graphs hold the selection's tensors."""
+        """Once per mode, for graphs hold the selection's tensors; later rewrite them."""
         assert self.plan is not None
         if self._prepared is None or self._prepared.mode != self.plan.mode:
             self._prepared = PreparedPlan(self.plan, self._k, device)
+        else:
+            self._prepared.update(self.plan)
+
+    def selection(self) -> dict[str, list[int]]:
+        """See ModelOptQuadsMoEMethod."""
+        assert self._prepared is not None
+        return self._prepared.indices()
 
     def set_mode(self, mode: str) -> None:
         """See ModelOptQuadsMoEMethod. There is no W4A16 here: both operands are FP4."""

@@ -32,7 +32,7 @@ class PoolRollout:
     def __init__(self, control: Control, servers: int, *, rac_hash: str | None, timeout_s: float = 600.0) -> None:
         self._control, self._attempt = control, control.launched
         self._rac_hash, self._timeout = rac_hash, timeout_s
-        self._current: tuple[Path, int] | None = None
+        self._current: tuple[Path, int, str | None] | None = None
         self._incarnations = [-1] * servers
         self._servers: list[HttpRollout | None] = [None] * servers
         self._threads = ThreadPoolExecutor(servers)
@@ -65,7 +65,8 @@ class PoolRollout:
         expected = {"job": self._attempt.job, "attempt": self._attempt.number, "where": found["url"]}
         require_ours(vars(info), **expected, rac_hash=self._rac_hash)
         if self._current is not None:
-            server.update_weights(*self._current)
+            folder, version, selection = self._current
+            server.update_weights(folder, version, rac_hash=selection)
         self._servers[k] = server
         return server
 
@@ -123,10 +124,14 @@ class PoolRollout:
         """See Rollout.record_routes."""
         return self._on(0, lambda server: server.record_routes(sequences))
 
-    def update_weights(self, folder: str | Path, version: int) -> None:
+    def require_selection(self) -> None:
+        """See Rollout.require_selection."""
+        self._each(lambda server: server.require_selection())
+
+    def update_weights(self, folder: str | Path, version: int, *, rac_hash: str | None = None) -> None:
         """See Rollout.update_weights; a server that dies in it gets these weights when it is back."""
-        self._each(lambda server: server.update_weights(folder, version))
-        self._current = (Path(folder), version)
+        self._each(lambda server: server.update_weights(folder, version, rac_hash=rac_hash))
+        self._current = (Path(folder), version, rac_hash)
 
     def audit(self) -> dict[str, str]:
         """See Rollout.audit; MismatchError when two servers hold different weights."""

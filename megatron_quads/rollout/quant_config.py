@@ -29,6 +29,8 @@ class ModelOptQuadsConfig(ModelOptNvFp4Config):
     """NVFP4 routed experts through ``ModelOptQuadsMoEMethod``; everything else as ModelOpt says (high precision)."""
 
     rac: RacMetadata | None
+    # what an update brought in place of the checkpoint's selection, None before that
+    brought: RacMetadata | None
     activation_scale: str
     _checked: bool
 
@@ -58,7 +60,7 @@ class ModelOptQuadsConfig(ModelOptNvFp4Config):
         assert isinstance(made, ModelOptQuadsConfig)
         made.rac = RacMetadata.from_block(config["rac"], where="config.json") if "rac" in config else None
         made.activation_scale = made.rac.activation_scale if made.rac else _marker_scale(config[checks.MARKER_KEY])
-        made._checked = False
+        made.brought, made._checked = None, False
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

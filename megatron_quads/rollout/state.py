@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from ..errors import QuadsError
 from ..rac.metadata import SIDECAR, RacMetadata
 from . import checks
+from .backends import GEMMS
 from .moe import ModelOptQuadsMoEMethod, global_experts
 from .quant_config import ModelOptQuadsConfig
 from .types import RolloutInfo
@@ -33,7 +34,7 @@ def quantized_methods(model: torch.nn.Module) -> dict[int, ModelOptQuadsMoEMetho
 
 
 def assert_active(model: torch.nn.Module, vllm_config: Any, *, any_mode: bool = False) -> None:
-    """Raise QuadsError unless this worker computes what the checkpoint's metadata asks for.
+    """Raise QuadsError unless this worker computes what the checkpoint's metadata, or the last update's, asks for.
 
     ``any_mode`` accepts layers that ``set_activation`` switched to another mode.
     """
@@ -50,6 +51,7 @@ def assert_active(model: torch.nn.Module, vllm_config: Any, *, any_mode: bool = 
             do="install megatron-quads where vLLM runs and do not exclude it in VLLM_PLUGINS",
         )
     want = RacMetadata.from_block(config["rac"], where=str(folder / "config.json")) if "rac" in config else None
+    want = want and (running.brought or want)
     have = running.rac
     if (want and want.content_hash) != (have and have.content_hash):
         raise QuadsError(
@@ -70,8 +72,28 @@ def assert_active(model: torch.nn.Module, vllm_config: Any, *, any_mode: bool = 
                 where=checks.experts_prefix(i),
                 do="restart the rollout",
             )
+        if want is not None and method is not None and running_mode == "rac":
+            selected = {gemm: getattr(want.layers[i], gemm).indices() for gemm in GEMMS}
+            if method.quant_config.rac != want or method.selection() != selected:
+                raise QuadsError(
+                    f"layer {i} computes with another selection than that of the metadata",
+                    where=checks.experts_prefix(i),
+                    do="restart the rollout",
+                )
     if want is None and not methods:
         raise QuadsError("no layer of this W4A4 checkpoint is quantised", where=str(folder), do=checks.REEXPORT)
+
+
+def bring_selection(vllm_config: Any, rac: RacMetadata) -> None:
+    """Make ``rac`` the running metadata; layers compute with it from their next (re)load on. Only within an update.
+
+    QuadsError, with nothing changed, unless it has the running one's form.
+    """
+    running = vllm_config.quant_config
+    if not isinstance(running, ModelOptQuadsConfig) or running.rac is None:
+        raise QuadsError("this worker runs without RAC", where="RAC selection", do="start it from an export with RAC")
+    running.rac.require_same_form(rac, where="RAC selection")
+    running.rac = running.brought = rac
 
 
 def describe(model: torch.nn.Module, vllm_config: Any, version: int | None) -> RolloutInfo:

@@ -26,8 +26,8 @@ from ..checkpoint.hf import SafetensorsFolder
 from ..errors import QuadsError
 from ..rac.metadata import RacMetadata
 from . import checks
-from .flat_load import FlatUpdate, require_flat
-from .state import assert_active
+from .flat_load import FlatUpdate, require_flat, selection_of
+from .state import assert_active, bring_selection
 
 
 @dataclass
@@ -37,11 +37,15 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """A committed export folder, or one chunk of a flat refit, and the version that it holds."""
+    """A committed export folder, or one chunk of a flat refit, and the version that it holds.
+
+    ``rac_hash``: of the RAC metadata that the folder must bring; without it only the running one is taken.
+    """
 
     folder: str
     version: int
     chunk: dict[str, Any] | None = None
+    rac_hash: str | None = None
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -52,10 +56,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        if device.type == "cpu":
-            from ..patches import vllm_cpu
+        from ..patches import vllm_cpu, vllm_sleep
 
+        if device.type == "cpu":
             vllm_cpu.apply()
+        vllm_sleep.apply(device.type)
         folder = Path(vllm_config.model_config.model)
         if not folder.is_dir():
             raise QuadsError("weight updates need a checkpoint in a local folder", where=str(folder), do="download it")
@@ -63,6 +68,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._quantization = checks.read_quantization_config(folder)
         assert_active(model, vllm_config)
         self.version: int | None = marker_version(folder)
+        self.discarded = False  # by a level 2 sleep, since when no update was acknowledged
         self._pending: int | None = None
         self._flat: FlatUpdate | None = None
         self.weights_hash: str | None = None
@@ -82,12 +88,16 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """See ``update_weights``; raises QuadsError with the old weights intact when a check fails."""
         if update_info.chunk is not None:
             self.version = None
-            self._flat = self._flat or FlatUpdate(self.model, self.vllm_config, self._tensors.keys())
+            if self._flat is None:
+                self._bring(selection_of(update_info.chunk))
+                self._flat = FlatUpdate(self.model, self.vllm_config, self._tensors.keys())
             self._flat.take(update_info.chunk)
             self._pending = update_info.version
             return
-        reader = self.check(Path(update_info.folder), update_info.version)
+        folder = Path(update_info.folder)
+        reader = self.check(folder, update_info.version, update_info.rac_hash)
         self.version = None
+        self._bring(checks.read_rac(folder))
         model: Any = self.model
         initialize_layerwise_reload(model)
         model.load_weights(_stream(reader))
@@ -101,11 +111,41 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         assert_active(self.model, self.vllm_config, any_mode=True)
         self.weights_hash = self._flat.finish() if self._flat is not None else None
         self._flat = None
-        self.version, self._pending = self._pending, None
+        self.version, self._pending, self.discarded = self._pending, None, False
 
-    def check_flat(self, rac_hash: str | None) -> None:
-        """Raise QuadsError, before any weight is touched, unless a flat refit fits this worker."""
+    def discard(self) -> None:
+        """The weights are gone: no version until an update is acknowledged."""
+        self.version = self.weights_hash = self._pending = self._flat = None
+        self.discarded = True
+
+    def check_flat(self, rac_hash: str | None, rac: dict[str, Any] | None = None) -> None:
+        """Raise QuadsError, before any weight is touched, unless a flat refit fits this worker.
+
+        ``rac``: the metadata that it brings, where that is not the running one.
+        """
+        if (brought := selection_of({"rac_hash": rac_hash, "rac": rac})) is not None:
+            self._require_form(brought, "flat refit")
+            rac_hash = self.rac_hash
         require_flat(self.model, self._quantization, rac_hash)
+
+    @property
+    def rac_hash(self) -> str | None:
+        """Of the RAC metadata that this worker computes with."""
+        found: str | None = self._quantization.get("rac", {}).get("hash")
+        return found
+
+    def _require_form(self, rac: RacMetadata, where: str) -> None:
+        if "rac" not in self._quantization:
+            raise QuadsError(
+                "the running checkpoint has no RAC", where=where, do="restart the rollout from this export"
+            )
+        RacMetadata.from_block(self._quantization["rac"], where="running").require_same_form(rac, where=where)
+
+    def _bring(self, rac: RacMetadata | None) -> None:
+        """Within an update, before its weights: the selection that belongs to them."""
+        if rac is not None and rac.content_hash != self.rac_hash:
+            bring_selection(self.vllm_config, rac)
+            self._quantization = {**self._quantization, "rac": rac.to_block()}
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
@@ -115,14 +155,17 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def shutdown(self) -> None:
         """Nothing is held open."""
 
-    def check(self, folder: Path, version: int) -> SafetensorsFolder:
-        """Raise QuadsError unless ``folder`` is complete and of the running model, metadata and version."""
+    def check(self, folder: Path, version: int, rac_hash: str | None = None) -> SafetensorsFolder:
+        """Raise QuadsError unless ``folder`` is complete and of the running model, metadata and version.
+
+        With ``rac_hash`` its RAC metadata must be that, of the running one's form.
+        """
         if not atomic.is_committed(folder):
             raise QuadsError("export has no commit marker", where=str(folder), do="wait for the export to finish")
         held = marker_version(folder, default=version)
         if held != version:
             raise QuadsError(f"export holds version {held}, not {version}", where=str(folder), do="export again")
-        self._check_metadata(folder)
+        self._check_metadata(folder, rac_hash)
         reader = SafetensorsFolder(folder)
         new = _describe(reader)
         for name in sorted(self._tensors.keys() ^ new.keys()):
@@ -138,15 +181,17 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 )
         return reader
 
-    def _check_metadata(self, folder: Path) -> None:
+    def _check_metadata(self, folder: Path, rac_hash: str | None) -> None:
         new = checks.read_quantization_config(folder)
         where = str(folder / "config.json")
-        rac = RacMetadata.from_block(new["rac"], where=where) if "rac" in new else None
+        rac = checks.read_rac(folder)
         held = rac.content_hash if rac else None
-        running = self._quantization.get("rac", {}).get("hash")
+        running = self.rac_hash if rac_hash is None else rac_hash
+        if rac is not None and held == rac_hash:
+            self._require_form(rac, where)
         if held != running:
             raise QuadsError(
-                f"RAC metadata {_short(held)} differs from the running {_short(running)}",
+                f"RAC metadata {_short(held)} differs from the {'running' if rac_hash is None else 'announced'} {_short(running)}",
                 where=where,
                 do="restart the rollout from this export",
             )

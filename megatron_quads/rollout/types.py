@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ..errors import QuadsError
@@ -63,8 +64,15 @@ class Rollout(Protocol):
     def record_routes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Per sequence the chosen experts, int64 [MoE layers, tokens, top-k]."""
 
-    def update_weights(self, folder: Path, version: int) -> None:
-        """Load a committed export through the engine's native weight-update flow."""
+    def update_weights(self, folder: Path, version: int, *, rac_hash: str | None = None) -> None:
+        """Load a committed export through the engine's native weight-update flow.
+
+        With ``rac_hash`` the folder must hold that RAC metadata, and every worker switches to it together with the
+        weights; without, a folder whose metadata are not the running ones is refused.
+        """
+
+    def require_selection(self) -> None:
+        """Raise QuadsError unless every worker runs RAC and takes another selection with an update."""
 
     def audit(self) -> dict[str, str]:
         """sha256 per HF expert weight name, over the contiguous bytes of the tensor the engine multiplies with."""
@@ -101,6 +109,17 @@ def unwrap(results: Sequence[dict[str, Any]]) -> list[Any]:
             what, where, do = result["error"]
             raise QuadsError(what, where=where, do=do)
     return [r["ok"] for r in results]
+
+
+def require_acknowledged(infos: Sequence[RolloutInfo], version: int, rac_hash: str | None) -> None:
+    """Raise QuadsError unless every worker holds ``version`` and, where it is given, the selection of ``rac_hash``."""
+    for rank, info in enumerate(infos):
+        if info.version != version or rac_hash not in (None, info.rac_hash):
+            raise QuadsError(
+                f"worker {rank} acknowledges version {info.version} with RAC {info.rac_hash}, not {version} with {rac_hash}",
+                where="rollout",
+                do="restart it",
+            )
 
 
 def half_loaded(where: str) -> QuadsError:
@@ -142,3 +161,29 @@ def merge_infos(infos: Sequence[RolloutInfo]) -> RolloutInfo:
                     do="restart the rollout",
                 )
     return RolloutInfo(**{**first.__dict__, "saturated_rows": saturated})
+
+
+def require_mode(mode: str) -> None:
+    """Raise QuadsError for an unknown activation mode."""
+    if mode not in ACTIVATION_MODES:
+        raise QuadsError(f"unknown activation mode {mode!r}", where="set_activation", do=f"one of {ACTIVATION_MODES}")
+
+
+def record_routes(workers: Any, score: Any, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Routes of each sequence int64 [MoE layers, tokens, k], through the given transport."""
+    out = []
+    for sequence in sequences:
+        workers("record_start")
+        try:
+            score([sequence])
+        finally:
+            layers = workers("record_stop")[0]
+        tokens = [torch.tensor([t for step in passes for t in step]) for passes in layers]
+        if any(len(t) < len(sequence) for t in tokens):
+            # compiled forward passes do not call the hook
+            raise QuadsError(
+                "the engine did not record its routes", where="rollout", do="start it with --enforce-eager"
+            )
+        # the extra token that scoring generates may add a decode step; padding never comes first
+        out.append(torch.stack([t[: len(sequence)] for t in tokens]))
+    return out

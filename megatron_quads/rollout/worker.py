@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import QuadsError
 from ..launch.health import identity
-from .types import TRANSFER_BACKEND, half_loaded, stop_tokens
+from . import sleep
+from .types import TRANSFER_BACKEND, stop_tokens
 
 EXTENSION = "megatron_quads.rollout.worker.QuadsWorkerExtension"
 
@@ -44,9 +46,10 @@ def _engine(worker: Any) -> Any:
     return engine
 
 
-def _require_whole(worker: Any) -> None:
-    if _engine(worker).version is None:
-        raise half_loaded("rollout worker")
+def _require_serving(worker: Any) -> None:
+    _engine(worker)
+    sleep.require_awake(worker, sleep.TAGS)
+    sleep.require_whole(worker)
 
 
 def _info(worker: Any) -> dict[str, Any]:
@@ -64,20 +67,23 @@ def _assert_active(worker: Any) -> None:
     from . import state
 
     _engine(worker)
+    sleep.require_awake(worker)  # the selection is read where the kernels read it
     state.assert_active(worker.get_model(), worker.vllm_config)
 
 
 def _audit(worker: Any) -> dict[str, str]:
     from . import state
 
-    _require_whole(worker)
+    _engine(worker)
+    sleep.require_whole(worker)
     return {name: state.digest(tensor) for name, tensor in state.expert_weights(worker.get_model())}
 
 
 def _count_bits(worker: Any, file: str) -> dict[str, int]:
     from . import state
 
-    _require_whole(worker)
+    _engine(worker)
+    sleep.require_whole(worker)
     out: dict[str, int] = {}
     try:
         with safe_open(file, framework="pt") as reader:
@@ -104,16 +110,29 @@ def _set_activation(worker: Any, mode: str) -> None:
     state.set_activation(worker.get_model(), mode)
 
 
-def _check_update(worker: Any, folder: str, version: int) -> None:
-    _engine(worker).check(Path(folder), version)
+def _check_update(worker: Any, folder: str, version: int, rac_hash: str | None = None) -> None:
+    sleep.require_awake(worker)
+    _engine(worker).check(Path(folder), version, rac_hash)
 
 
-def _check_flat(worker: Any, rac_hash: str | None) -> None:
-    _engine(worker).check_flat(rac_hash)
+def _check_selection(worker: Any) -> None:
+    """An engine of a version that knows this call takes another selection with an update."""
+    if _engine(worker).rac_hash is None:
+        raise QuadsError("a worker runs without RAC", where="rollout", do="start it from an export with RAC")
+
+
+def _check_flat(worker: Any, rac_hash: str | None, rac: dict[str, Any] | None = None) -> str | None:
+    """Where the weights lie: the GPU's UUID, None on a CPU."""
+    engine = _engine(worker)
+    sleep.require_awake(worker)
+    engine.check_flat(rac_hash, rac)
+    device = next(engine.model.parameters()).device
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _weights_hash(worker: Any) -> str | None:
-    _require_whole(worker)
+    _engine(worker)
+    sleep.require_whole(worker)
     return _engine(worker).weights_hash
 
 
@@ -148,12 +167,14 @@ def _routers(worker: Any) -> dict[int, Any]:
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "info": _info,
+    "require_serving": _require_serving,
     "assert_active": _assert_active,
     "audit": _audit,
     "count_bits": _count_bits,
     "set_activation": _set_activation,
     "check_update": _check_update,
     "check_flat": _check_flat,
+    "check_selection": _check_selection,
     "weights_hash": _weights_hash,
     "record_start": _record_start,
     "record_stop": _record_stop,

@@ -74,6 +74,19 @@ def save(folder: Path, state: Callable[[], dict[str, Any]], extra: dict[str, Any
         agree(error, f"saving {folder}")
 
 
+def read_extra(folder: Path) -> dict[str, Any]:
+    """The ``extra`` of a complete checkpoint; QuadsError when it is none."""
+    if not atomic.is_committed(folder):
+        raise QuadsError(
+            "no complete trainer checkpoint", where=str(folder), do="resume from a folder that save() finished"
+        )
+    try:
+        extra: dict[str, Any] = json.loads((folder / EXTRA).read_text())
+    except (OSError, ValueError) as e:
+        raise QuadsError(f"cannot read: {e}", where=str(folder / EXTRA), do="take another checkpoint") from e
+    return extra
+
+
 def load(folder: Path, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Collective: (state read into the form of ``state()``, extra). QuadsError when ``folder`` is not complete."""
     if not atomic.is_committed(folder):
