@@ -52,6 +52,14 @@ def test_neighbouring_steps_that_resemble_each_other_widen_it() -> None:
     assert width(steps_interval(slow, ones)) > 2 * width(steps_interval(shuffled, ones))
 
 
+def test_a_trend_that_both_have_does_not_hide_a_difference() -> None:
+    trend = np.linspace(3.0, 1.0, 260)[None, :]
+    upper, lower = trend * 1.2 + 0.1 * noise(1, 260), trend + 0.1 * noise(2, 260)[1:]
+    a, b = (steps_interval(x, np.ones_like(x)) for x in (upper, lower))
+    assert a.mean == pytest.approx(2.4, abs=0.03) and b.mean == pytest.approx(2.0, abs=0.03)
+    assert not a.overlaps(b)
+
+
 def test_seeds_that_differ_widen_it() -> None:
     apart = np.stack([np.full(50, 1.0), np.full(50, 2.0)])
     found = steps_interval(apart, np.ones_like(apart))

@@ -14,6 +14,7 @@ Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 DRAWS = 2000
 LEVEL = 0.95
+REACH = 2  # blocks to either side from which one is drawn
 BAND = 3.0  # half-width of a band, in standard deviations
 
 
@@ -44,7 +45,8 @@ def steps_interval(values: Array, weights: Array) -> Interval:
     """Weighted mean of ``values`` [seeds, steps], e.g. per-token gaps and token counts.
 
     Seeds are drawn with replacement, and within each drawn seed blocks of about sqrt(steps) neighbouring steps (steps
-    are not independent of each other), wrapping around. A trend over the steps widens the interval.
+    are not independent of each other), each from near its own place: the local block bootstrap of Paparoditis and
+    Politis (2002). A gap that falls as the policy learns is no uncertainty of its mean; drawn from anywhere it would be.
     """
     seeds, steps = _draw_steps(*values.shape)
     return Interval.of(_mean(values, weights), _means(values, weights, seeds, steps))
@@ -73,12 +75,13 @@ def problems_difference(a: Array, b: Array) -> Interval:
 
 
 def _draw_steps(seeds: int, steps: int) -> tuple[Index, Index]:
-    """Seeds [draws, seeds] and steps [draws, seeds, steps], the latter in circular blocks."""
+    """Seeds [draws, seeds] and steps [draws, seeds, steps], the latter in blocks from up to REACH blocks away."""
     generator = np.random.default_rng(0)
     length = max(1, round(steps**0.5))
     blocks = -(-steps // length)
-    starts = generator.integers(0, steps, (DRAWS, seeds, blocks, 1))
-    at = (starts + np.arange(length)) % steps
+    place = np.arange(blocks)[:, None] * length
+    moved = generator.integers(-REACH * length, REACH * length + 1, (DRAWS, seeds, blocks, 1))
+    at = np.clip(place + moved, 0, steps - length) + np.arange(length)
     return generator.integers(0, seeds, (DRAWS, seeds)), at.reshape(DRAWS, seeds, -1)[:, :, :steps]
 
 
