@@ -21,9 +21,10 @@ from megatron_quads import recipe
 from megatron_quads.checkpoint.gather import iter_hf_tensors
 from megatron_quads.checkpoint.hf import read_model_config
 from megatron_quads.config import QuadsConfig
+from megatron_quads.digest import tensor_digest
 from megatron_quads.errors import QuadsError
 from megatron_quads.patches import megatron_cpu, megatron_te, registry
-from megatron_quads.rl.refit import is_expert, tensor_digest
+from megatron_quads.rl.refit import is_expert
 from megatron_quads.te import arguments, single
 from megatron_quads.te.experts import expert_gemms
 from megatron_quads.te.install import Installed, compute_weight, install

@@ -14,10 +14,10 @@ from rollout_helpers import dequantized, half_metadata, write_export
 from safetensors.torch import load_file
 
 from megatron_quads.checkpoint.hf import SafetensorsFolder
+from megatron_quads.digest import tensor_digest as digest
 from megatron_quads.errors import QuadsError
 from megatron_quads.rollout import LocalRollout
 from megatron_quads.rollout.flat import Chunk, chunks_of
-from megatron_quads.rollout.state import digest
 
 pytestmark = pytest.mark.slow
 TOKENS = torch.randint(3, 500, (4, 24), generator=torch.Generator().manual_seed(3)).tolist()

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_quads.digest import tensor_digest as digest
 from megatron_quads.kernels import nvfp4, rac
 from megatron_quads.kernels.rac import frontend
 from megatron_quads.rollout import native_gemm
 from megatron_quads.rollout.backends import ActivationPlan, EmulationBackend, PackedExperts
 from megatron_quads.rollout.client import engine_environment
 from megatron_quads.rollout.prepared import PreparedPlan
-from megatron_quads.rollout.state import digest
 
 E, H, INTER, K = 6, 96, 80, 2
 CPU = torch.device("cpu")

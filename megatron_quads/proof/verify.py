@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel, SafetensorsFolder, read_model_config
+from ..digest import require_same_form, tensor_digest
 from ..errors import MismatchError, QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
 from ..rac.metadata import RacMetadata, load_sidecar
-from ..rl.refit import is_expert, tensor_digest
+from ..rl.refit import is_expert
 
 EXPERTS_IN_FILE, REST_IN_FILE = "experts: trainer and exported file", "all else: trainer and exported file"
 EXPERTS_IN_VLLM = "experts: trainer and vLLM"
@@ -119,6 +120,7 @@ def _ask_engine(export: Path, wanted: dict[str, str], dtype: torch.dtype, logs: 
         found = rollout.audit()
     if odd := sorted(set(found) ^ set(wanted)):
         raise MismatchError(f"{odd[0]} is held by one side only", where=str(export), do="export the checkpoint again")
+    require_same_form(found, where=str(export))
     differing = sorted(n for n in wanted if wanted[n] != found[n])
     return [len(found), len(differing), -1 if differing else 0], differing[0] if differing else None
 

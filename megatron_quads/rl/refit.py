@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,6 +14,7 @@ from ..checkpoint.export import export_hf
 from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel
 from ..config import QuadsConfig
+from ..digest import Digests, require_same_form
 from ..errors import MismatchError
 from ..rac.metadata import SELECTION, required_rac, saved_selection
 from ..rac.recalibrate import recalibrate
@@ -25,12 +25,6 @@ from .control import Control
 from .ranks import on_rank0
 from .runfolder import RunFolder
 from .transport import Transport, bf16_bytes, choose, send_flat
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """sha256 of a tensor's contiguous bytes: what ``Rollout.audit`` computes on the other side."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def is_expert(name: str) -> bool:
@@ -199,17 +193,17 @@ class Refitter:
         Where digests differ (recipe naive by design) the differing bits are counted in the workers. StopRequested on
         every rank when the rollout is lost meanwhile.
         """
-        wanted: dict[str, str] = {}
+        digests = Digests()
         held: dict[str, Tensor] = {}
         for name, tensor in iter_hf_tensors(self.trainer.chunks, self.hf, weights="compute"):
             if is_expert(name):
-                wanted[name] = tensor_digest(tensor)
+                digests.add(name, tensor)
                 if self.quads.quantized_rollout and not self.quads.quantized_trainer:
                     held[name] = tensor.detach().cpu().contiguous()
 
         def compare() -> int:
             assert rollout is not None, "only rank 0 asks the rollout"
-            return self._compare(rollout, version, wanted, held)
+            return self._compare(rollout, version, digests.finish(), held)
 
         return int(on_rank0(compare))
 
@@ -227,6 +221,7 @@ class Refitter:
             raise MismatchError(
                 f"{odd} is held by one side only", where=f"weights of version {version}", do="report this"
             )
+        require_same_form(found, where=f"weights of version {version}")
         differing = sorted(n for n in wanted if wanted[n] != found[n])
         if differing and held:
             file = self.folder.path / "compute_weights.safetensors"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,11 +131,6 @@ def expert_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             gate, up = w13[local].chunk(2, 0)
             for projection, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", w2[local])):
                 yield f"{checks.experts_prefix(i)}.{expert}.{projection}.weight", tensor
-
-
-def digest(tensor: Tensor) -> str:
-    """sha256 of the contiguous bytes of a tensor, row-major, in its dtype."""
-    return hashlib.sha256(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def differing_bits(a: Tensor, b: Tensor) -> int:

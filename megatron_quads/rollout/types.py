@@ -75,7 +75,7 @@ class Rollout(Protocol):
         """Raise QuadsError unless every worker runs RAC and takes another selection with an update."""
 
     def audit(self) -> dict[str, str]:
-        """sha256 per HF expert weight name, over the contiguous bytes of the tensor the engine multiplies with."""
+        """``digest.tensor_digest`` of the tensor the engine multiplies with, per HF expert weight name."""
 
     def count_bits(self, file: Path) -> dict[str, int]:
         """Bits that differ, per HF expert weight name, from the tensors of a safetensors file."""

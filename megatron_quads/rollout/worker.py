@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..digest import Digests
 from ..errors import QuadsError
 from ..launch.health import identity
 from . import sleep
@@ -76,7 +77,10 @@ def _audit(worker: Any) -> dict[str, str]:
 
     _engine(worker)
     sleep.require_whole(worker)
-    return {name: state.digest(tensor) for name, tensor in state.expert_weights(worker.get_model())}
+    found = Digests()
+    for name, tensor in state.expert_weights(worker.get_model()):
+        found.add(name, tensor)
+    return found.finish()
 
 
 def _count_bits(worker: Any, file: str) -> dict[str, int]:
@@ -136,6 +140,19 @@ def _weights_hash(worker: Any) -> str | None:
     return _engine(worker).weights_hash
 
 
+def _statistics_start(worker: Any, kind: str, scale: str, static_amax: dict[str, float]) -> None:
+    from . import observe
+
+    _require_serving(worker)
+    observe.start(worker, kind, scale, static_amax)
+
+
+def _statistics_stop(worker: Any, folder: str) -> dict[str, Any]:
+    from . import observe
+
+    return observe.stop(worker, folder)
+
+
 def _record_start(worker: Any) -> None:
     routers = _routers(worker)
     worker._quads_routes = {i: [] for i in routers}
@@ -176,6 +193,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "check_flat": _check_flat,
     "check_selection": _check_selection,
     "weights_hash": _weights_hash,
+    "statistics_start": _statistics_start,
+    "statistics_stop": _statistics_stop,
     "record_start": _record_start,
     "record_stop": _record_stop,
     "stop_tokens": _stop_tokens,
