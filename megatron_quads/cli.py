@@ -183,6 +183,9 @@ def calibrate(
     budget: Annotated[
         float | None, typer.Option(help="RAC's share of all expert FLOPs; each GEMM's ratio follows by KL sensitivity.")
     ] = None,
+    statistics: Annotated[
+        str, typer.Option(help="Where activations are observed: trainer, or vllm (in its workers, by its routing).")
+    ] = "trainer",
     overwrite: Overwrite = False,
     nproc: Nproc = 1,
 ) -> None:
@@ -190,6 +193,7 @@ def calibrate(
     import tempfile
 
     from .checkpoint.hf import read_model_config
+    from .rac import engine
     from .rac.budget import show, with_budget
     from .rl.tokenizer import load_tokenizer
 
@@ -198,16 +202,18 @@ def calibrate(
     hf = read_model_config(model)
     tokenizer = load_tokenizer(hf.path)
     tokens = _read_prompts(prompts, lambda t: tokenizer.encode(t), hf.max_position)
+    if statistics not in ("trainer", "vllm"):
+        raise QuadsError(f"unknown {statistics!r}", where="--statistics", do="give trainer or vllm")
+    if statistics == "vllm":
+        _refuse_launcher("quads calibrate --statistics vllm")
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "prompts.json"
         file.write_text(json.dumps(tokens))
-        _launch(
-            "calibrate",
-            {"model": str(model), "prompts": str(file), "out": str(out)},
-            argv,
-            nproc=nproc,
-            logs=_logs_beside(out),
-        )
+        settings = {"model": str(model), "prompts": str(file), "out": str(out)}
+        if statistics == "vllm":
+            settings["statistics"] = scratch
+            engine.collect(model, tokens, argv, Path(scratch), beside=out, nproc=nproc, logs=_logs_beside(out))
+        _launch("calibrate", settings, argv, nproc=nproc, logs=_logs_beside(out))
     if "RANK" not in os.environ:
         show(out)
     typer.echo(f"calibrated checkpoint: {out}")

@@ -128,6 +128,13 @@ def check_flags(argv: Sequence[str]) -> None:
     QuadsConfig.from_args(found)
 
 
+def from_flags(argv: Sequence[str]) -> QuadsConfig:
+    """The recipe that a command line's ``--quads-*`` flags give; other options are skipped. QuadsError on a bad value."""
+    check_flags(argv)
+    found, _ = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(list(argv))
+    return QuadsConfig.from_args(found)
+
+
 def flag(name: str) -> str:
     """Field name -> command line flag."""
     return "--quads-" + name.replace("_", "-")

@@ -192,7 +192,15 @@ def calibrate(job: Job) -> None:
 
     args, _, quads = start(job, job.settings["model"])
     prompts = json.loads(Path(job.settings["prompts"]).read_text())
-    report = run_calibration(job.settings["model"], prompts, quads, Path(job.settings["out"]), args=args)
+    found = job.settings.get("statistics")
+    report = run_calibration(
+        job.settings["model"],
+        prompts,
+        quads,
+        Path(job.settings["out"]),
+        args=args,
+        statistics=Path(found) if found else None,
+    )
     if dist.get_rank() == 0:
         print(
             f"calibrated on {report.tokens} tokens; {report.flop_share:.1%} of the expert FLOPs compensated; RAC {report.rac.content_hash[:12]}",

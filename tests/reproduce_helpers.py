@@ -126,7 +126,16 @@ def study_values(given: Config) -> dict[str, Any]:
         {"recipe": "qat", "ratio": 0.0, "policy": "uniform", "sorted": False, "mean": 0.02, "max": 1.0, "p99.9": 0.5}
     ]
     rows += [
-        {"recipe": "quads", "ratio": r, "policy": p, "sorted": s, "mean": g, "max": 50 * g, "p99.9": 20 * g}
+        {
+            "recipe": "quads",
+            "ratio": r,
+            "policy": p,
+            "sorted": s,
+            "mean": g,
+            "max": 50 * g,
+            "p99.9": 20 * g,
+            "flop_share": r,
+        }
         for r, p, s, g in ratios
     ]
     drift = [

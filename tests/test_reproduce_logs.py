@@ -74,3 +74,56 @@ def test_status_shows_progress_and_what_cannot_be_used(tmp_path: Path) -> None:
     assert "done" in lines["naive", "0"] and "60/60" in lines["naive", "0"]
     assert "not run" in lines["ours", "1"] and "unusable" in lines["qat", "0"]
     assert "unavailable" in done.output and "warm checkpoint: there" in done.output
+
+
+def test_an_archive_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root")
+    whole, cut = tmp_path / "logs.tar.gz", tmp_path / "cut.tar.gz"
+    root.pack(whole)
+    for size in (whole.stat().st_size // 2, 40, 5):
+        cut.write_bytes(whole.read_bytes()[:size])
+        done = CliRunner().invoke(app, ["merge", str(cut), "--root", str(tmp_path / "new")])
+        assert isinstance(done.exception, QuadsError) and "cannot read" in str(done.exception), done.output
+    assert not (tmp_path / "new" / "reproduce.json").exists()
+
+
+def test_a_new_folder_gets_the_archives_configuration(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root")
+    root.pack(tmp_path / "logs.tar.gz")
+    done = CliRunner().invoke(app, ["merge", str(tmp_path / "logs.tar.gz"), "--root", str(tmp_path / "new")])
+    assert done.exit_code == 0, done.output
+    new = Root.read(tmp_path / "new")
+    assert new.config == root.config
+    assert [new.state(*run) for run in new.runs()] == [root.state(*run) for run in root.runs()]
+
+
+def test_a_command_on_no_reproduction_makes_none(tmp_path: Path) -> None:
+    for command in (["run", "--arm", "naive"], ["study"], ["status"], ["pack", "--out", str(tmp_path / "x.tar.gz")]):
+        done = CliRunner().invoke(app, [*command, "--root", str(tmp_path / "typo")])
+        assert "no reproduction here" in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_that_changed_and_seeds_that_no_table_has_are_named(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root")
+    changed = root.config.model_copy(update={"rl": root.config.rl.model_copy(update={"lr": 0.125})})
+    with pytest.raises(QuadsError, match=rf"rl\.lr was {root.config.rl.lr} and is now 0\.125"):
+        Root.open(root.path, changed)
+    arm, count = next((n, a.seeds) for n, a in root.config.arms.items() if a.unavailable is None)
+    done = CliRunner().invoke(app, ["run", "--root", str(root.path), "--arm", arm, "--seed", str(count)])
+    assert f"arm {arm} has seeds 0 to {count - 1}" in str(done.exception)
+
+
+def test_an_archive_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, out = make_root(tmp_path / "root"), tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(QuadsError, match="is a folder"):
+        root.pack(out)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tarfile.TarFile.add", full)
+    with pytest.raises(QuadsError, match="No space left"):
+        root.pack(out / "logs.tar.gz")
+    assert list(out.iterdir()) == []

@@ -131,7 +131,7 @@ def test_another_configuration_is_refused(whole: Path) -> None:
     changed = whole.parent / "changed.yaml"
     changed.write_text(json.dumps({**CONFIG, "rl": {**CONFIG["rl"], "lr": 2e-3}}))
     said = quads("run", "--config", changed, "--root", whole, code=2)
-    assert "made with configuration" in said
+    assert "made with other settings" in said
     changed.write_text(json.dumps({**CONFIG, "arms": {"ours": {"title": "QAT", "recipe": "qat", "seeds": 1}}}))
     copy = whole.with_name("other-arm")
     shutil.copytree(whole, copy)

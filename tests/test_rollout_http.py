@@ -98,7 +98,9 @@ def test_metrics_and_doctor(
         check("http://127.0.0.1:1", None)
 
 
-def test_http_rollout(server: tuple[str, subprocess.Popen[bytes]], sources: list[Path], tmp_path: Path) -> None:
+def test_http_rollout(
+    server: tuple[str, subprocess.Popen[bytes]], sources: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     url, process = server
     weights = [dequantized(load_file(s / "model.safetensors")) for s in sources]
     metadata = half_metadata(sources[0], [0, 1])
@@ -130,8 +132,20 @@ def test_http_rollout(server: tuple[str, subprocess.Popen[bytes]], sources: list
         rollout.update_weights(other, 7)
     assert rollout.audit() == audit and rollout.info().version == 0
 
-    rollout.update_weights(write_export(sources[1], tmp_path / "export1", metadata=metadata, version=7), 7)
-    assert rollout.info().version == 7
+    # announced, it is taken with the weights; the metrics keep what the server started with, the doctor asks the workers
+    changed = half_metadata(sources[1], [0, 1], offset=1).content_hash
+    rollout.require_selection()
+    rollout.update_weights(other, 7, rac_hash=changed)
+    assert (rollout.info().version, rollout.info().rac_hash) == (7, changed)
+    rollout.assert_active()
+    check(url, other)
+    assert f"{changed[:12]}, started with" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(QuadsError, match=f"asks for {metadata.content_hash[:12]}"):
+        check(url, sources[0].parent / "export0")
+
+    back = write_export(sources[1], tmp_path / "export1", metadata=metadata, version=7)
+    rollout.update_weights(back, 7, rac_hash=metadata.content_hash)
+    assert (rollout.info().version, rollout.info().rac_hash) == (7, metadata.content_hash)
     experts = {n: w for n, w in weights[1].items() if ".experts." in n}
     save_file(experts, tmp_path / "w.safetensors")
     bits = rollout.count_bits(tmp_path / "w.safetensors")

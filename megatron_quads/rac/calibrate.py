@@ -36,6 +36,7 @@ from .metadata import SIDECAR, RacMetadata
 from .select import Gemm, Unit
 from .sensitivity import measure
 from .statistics import ActivationScale, Moments, ResidualEnergy
+from .store import MOMENTS, RESIDUAL, add_files
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def calibrate(
     *,
     args: argparse.Namespace,
     max_batch_tokens: int = MAX_TOKENS,
+    statistics: Path | None = None,
 ) -> CalibrationReport:
     """Sort the experts of ``hf_in`` and choose RAC's blocks; every rank of an initialised job calls it.
 
@@ -84,7 +86,8 @@ def calibrate(
     plain Hugging Face checkpoint in the dtype of ``hf_in``, sorted if ``quads.rac_sort``, with ``quads_rac.json``,
     ``quads_calibration.json`` and a report. Raises QuadsError on no prompts, an empty one, one longer than the context,
     a quantised checkpoint, a recipe without a quantised trainer, or a ratio too small for a single block; ``out`` is
-    then as it was.
+    then as it was. ``statistics``: a folder of ``engine.collect``, whose numbers are taken instead of observing the
+    trainer; sensitivities are the trainer's all the same.
     """
     hf = read_model_config(hf_in)
     if not quads.quantized_trainer:
@@ -104,7 +107,10 @@ def calibrate(
     )
 
     moments = Moments(hf.shape, copies=parallel_state.get_expert_tensor_parallel_world_size())
-    observe(chunks, batches, args, moments)
+    if statistics is not None:
+        add_files(moments, [statistics / MOMENTS])
+    else:
+        observe(chunks, batches, args, moments)
     unseen = moments.unseen(layers)
     if unseen:
         log.warning(
@@ -113,10 +119,7 @@ def calibrate(
             len(layers) * hf.num_experts,
         )
     amax = moments.unit_amax(layers)
-    order: dict[tuple[int, int], Tensor] = {}
-    if quads.rac_sort and quads.rac_ratio > 0:  # sorting without compensation would widen the gap
-        for layer in layers:
-            order |= {(layer, e): sort.rms_order(m) for e, m in enumerate(moments.second_moment(layer))}
+    order = sort.order_of(moments, layers, quads)
 
     with ExitStack() as staging:  # an error anywhere removes the new folder and leaves an old ``out``
 
@@ -128,7 +131,9 @@ def calibrate(
         aside = on_rank0(write)
         if order:
             load_hf(chunks, read_model_config(aside))
-        report = _choose(chunks, batches, hf, quads, layers, moments, amax, args, is_sorted=bool(order))
+        report = _choose(
+            chunks, batches, hf, quads, layers, moments, amax, args, is_sorted=bool(order), statistics=statistics
+        )
         report = dataclasses.replace(report, prompts=len(prompts), tokens=sum(map(len, prompts)), unseen_experts=unseen)
 
         def commit() -> None:
@@ -174,12 +179,16 @@ def _choose(
     args: argparse.Namespace,
     *,
     is_sorted: bool,
+    statistics: Path | None,
 ) -> CalibrationReport:
     """Energies, sensitivities and the selection on the model as it will be trained."""
     static = {unit: top * quads.static_headroom for unit, top in amax.items()}
     mode = cast(ActivationScale, quads.activation_scale)
     residual = ResidualEnergy(hf.shape, mode, static, copies=moments.copies)
-    observe(chunks, batches, args, residual)
+    if statistics is not None:
+        add_files(residual, [statistics / RESIDUAL])
+    else:
+        observe(chunks, batches, args, residual)
     energy = residual.by_unit(layers)
     blocks = {unit: e.numel() for unit, e in energy.items()}
     settings: dict[str, Any] = dict(

@@ -92,6 +92,12 @@ def flop_share(counts: Mapping[Unit, int], shape: ModelShape) -> float:
     return spent / whole if whole else 0.0
 
 
+def flops_of(rac: RacMetadata) -> float:
+    """Extra FLOPs of a selection as a share of the expert FLOPs of its layers."""
+    counts: dict[Unit, int] = {(i, g): len(getattr(s, g).indices()) for i, s in rac.layers.items() for g in GEMMS}
+    return flop_share(counts, rac.model)
+
+
 def build_metadata(
     shape: ModelShape,
     counts: Mapping[Unit, int],

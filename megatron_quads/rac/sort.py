@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from torch import Tensor
 
 from .. import atomic
 from ..checkpoint.hf import INDEX, SINGLE, SafetensorsFolder, read_json
+from ..config import QuadsConfig
 from ..errors import QuadsError
 from .metadata import SIDECAR
+from .statistics import Moments
 
 CALIBRATION = "quads_calibration.json"
 
@@ -38,6 +40,15 @@ _OWN_FILES = {INDEX, CALIBRATION, SIDECAR, atomic.MARKER}
 def rms_order(second_moment: Tensor) -> Tensor:
     """Channels [I] by calibrated second moment [I], largest first; equal channels keep their order (int64 [I])."""
     return second_moment.sort(descending=True, stable=True).indices
+
+
+def order_of(moments: Moments, layers: Sequence[int], quads: QuadsConfig) -> dict[tuple[int, int], Tensor]:
+    """The order of each expert's channels that calibration's moments ask for; {} where nothing is sorted."""
+    order: dict[tuple[int, int], Tensor] = {}
+    if quads.rac_sort and quads.rac_ratio > 0:  # sorting without compensation would widen the gap
+        for layer in layers:
+            order |= {(layer, e): rms_order(m) for e, m in enumerate(moments.second_moment(layer))}
+    return order
 
 
 def sort_checkpoint(src: str | Path, order: Order, out: str | Path, *, record: dict[str, Any] | None = None) -> None:

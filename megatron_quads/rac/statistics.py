@@ -48,6 +48,10 @@ def all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
     tensor.copy_(moved)
 
 
+def _named(prefix: str, tables: Mapping[Gemm, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{gemm}": table for gemm, table in tables.items()}
+
+
 class Moments:
     """Per layer and expert: tokens, amax of both inputs, second moment of down's input channels.
 
@@ -72,6 +76,10 @@ class Moments:
         if gemm == "down":
             self.tokens[layer, expert] += self.weight * x.shape[0]
             self.down_square[layer, expert] += self.weight * x.detach().double().square().sum(0).cpu()
+
+    def tables(self) -> dict[str, Tensor]:
+        """The tensors themselves, by name; those named ``amax`` combine by their largest, others by their sum."""
+        return {"tokens": self.tokens, "down_square": self.down_square, **_named("amax", self.amax)}
 
     def reduce(self) -> None:
         """Combine all ranks; afterwards every rank holds the same numbers."""
@@ -123,6 +131,10 @@ class ResidualEnergy:
         self.energy[gemm][layer] += self.weight * rest.double().square().sum(0).unflatten(0, (-1, BLOCK)).sum(-1).cpu()
         if self.mode == "static" and top is not None:
             self.clipped[gemm][layer] += self.weight * saturated(x, top)
+
+    def tables(self) -> dict[str, Tensor]:
+        """The tensors themselves, by name; all are sums."""
+        return {**_named("energy", self.energy), **_named("clipped", self.clipped)}
 
     def reduce(self) -> None:
         """Combine all ranks; afterwards every rank holds the same numbers."""

@@ -32,10 +32,17 @@ def run_arms(root: Root, arms: Sequence[str], seeds: Sequence[int], *, max_secon
     for name in arms:
         if reason := root.config.arm(name).unavailable:
             raise QuadsError(f"arm {name} is not available: {reason}", where="--arm", do="choose another")
+    known = list(root.runs())
     if arms and seeds:
         wanted = [(arm, seed) for seed in seeds for arm in arms]
+        for arm, seed in wanted:
+            if (arm, seed) not in known:  # it would be in no table
+                count = root.config.arm(arm).seeds
+                raise QuadsError(
+                    f"arm {arm} has seeds 0 to {count - 1}", where=f"--seed {seed}", do=f"raise arms.{arm}.seeds"
+                )
     else:
-        wanted = [(a, s) for a, s in root.runs() if (not arms or a in arms) and (not seeds or s in seeds)]
+        wanted = [(a, s) for a, s in known if (not arms or a in arms) and (not seeds or s in seeds)]
     if not wanted:
         raise QuadsError("no arm has such a seed", where="--seed", do="see `quads reproduce status`")
     kinds = {name: root.config.arm(name) for name, _ in wanted}

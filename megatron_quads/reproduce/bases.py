@@ -33,6 +33,7 @@ def make_bases(root: Root, selections: Sequence[Selection]) -> None:
         folder = atomic.make_folder(root.path / "bases")
         prompts = folder / "prompts.json"
         atomic.write_bytes(prompts, json.dumps(calibration_sequences(root.config, root.warm)).encode())
+        print(f"calibrating {len(missing)} selections", flush=True)
         parts = [{"out": str(root.base(name)), "ratio": r, "policy": p, "sort": s} for name, (r, p, s) in missing]
         settings = {"part": "calibrate", "model": str(root.warm), "prompts": str(prompts), "selections": parts}
         argv = [*root.config.flags(), "--quads-recipe", "quads"]

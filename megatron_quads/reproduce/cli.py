@@ -32,7 +32,7 @@ def warm(root: Folder = ROOT, config: ConfigOption = None) -> None:
     """Make the warm checkpoint, with a held-out pass@1 in the wanted range. Takes up a broken-off one."""
     from .warm import make_warm
 
-    opened = _open(root, config)
+    opened = _open(root, config, new=True)
     with opened.lock("warm"):
         make_warm(opened)
 
@@ -90,8 +90,14 @@ def merge(
     root: Folder = ROOT,
     config: ConfigOption = None,
 ) -> None:
-    """Take up the logs of other machines; of a run that is here too the one that went further stays."""
-    opened = _open(root, config)
+    """Take up the logs of other machines; of a run that is here too the one that went further stays.
+
+    A new folder gets the first archive's configuration.
+    """
+    from .folder import Root
+
+    new = config is None and not (root / "reproduce.json").exists()
+    opened = Root.like(root, archives[0]) if new else _open(root, config, new=True)
     with opened.lock("merge"):
         for archive in archives:
             typer.echo(f"{archive}: {', '.join(opened.merge(archive)) or 'nothing new'}")
@@ -124,15 +130,18 @@ def _read(root: Path) -> Root:
     return Root.read(root)
 
 
-def _open(root: Path, config: str | None) -> Root:
-    """To work in: with the configuration given, that of the folder, or the shipped one."""
+def _open(root: Path, config: str | None, *, new: bool = False) -> Root:
+    """To work in: with the configuration given, that of the folder, or (``new``) the shipped one."""
     from .config import load
     from .folder import Root
 
     if "RANK" in os.environ:
         raise QuadsError("RANK is set", where="quads reproduce", do="run it without torchrun or srun")
-    known = config is None and (root / "reproduce.json").exists()
-    opened = Root.read(root) if known else Root.open(root, load(config or "reproduce"))
+    exists = (root / "reproduce.json").exists()
+    if (exists and config is None) or not (exists or new):
+        opened = Root.read(root)  # says what to do where there is none
+    else:
+        opened = Root.open(root, load(config or "reproduce"))
     # a fixed size, not a share of what is free, which changes while other runs start; what the user set wins
     if "QUADS_GPU_MEMORY_FRACTION" not in os.environ:
         os.environ.setdefault("QUADS_KV_CACHE_GIB", f"{opened.config.kv_cache_gib:g}")

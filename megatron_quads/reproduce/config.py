@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -121,6 +122,10 @@ class Study(_Strict):
     """Relative size (standard deviation) of the noise that stands for what two engines' inputs differ by."""
 
 
+# of a configuration: what no run's numbers depend on
+SHARED_NOT = {"scale", "save_every", "kv_cache_gib", "study", "arms"}
+
+
 class Config(_Strict):
     """The whole reproduction."""
 
@@ -145,7 +150,7 @@ class Config(_Strict):
     @property
     def shared_hash(self) -> str:
         """Of all that every arm's numbers depend on. Saving, memory, the study and the list of arms may change."""
-        return _digest(self.model_dump(mode="json", exclude={"scale", "save_every", "kv_cache_gib", "study", "arms"}))
+        return _digest(self.model_dump(mode="json", exclude=SHARED_NOT))
 
     @property
     def warm_hash(self) -> str:
@@ -188,6 +193,17 @@ class Config(_Strict):
             grpo=GRPOConfig(tis_cap=r.tis_cap),
             **r.model_dump(exclude={"lr", "tis_cap"}),
         )
+
+
+def first_difference(old: dict[str, Any], new: dict[str, Any], leave: Collection[str] = ()) -> str:
+    """``rl.lr was 0.1 and is now 0.2``, of the first key in which two settings differ."""
+    for key in sorted({*old, *new} - set(leave)):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict) and a != b:
+            return f"{key}.{first_difference(a, b)}"
+        if a != b:
+            return f"{key} was {a} and is now {b}"
+    return "nothing that this version knows of"
 
 
 def base_name(ratio: float, policy: str, is_sorted: bool) -> str:

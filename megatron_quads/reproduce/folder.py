@@ -8,12 +8,14 @@ arms/ARM/seed-N/ run folders of `quads rl`, and arm.json: hashes of configuratio
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,7 @@ from .. import atomic
 from ..errors import QuadsError
 from ..rac.metadata import load_sidecar
 from ..rl.runfolder import RunFolder
-from .config import Config, check
+from .config import SHARED_NOT, Config, check, first_difference
 
 RUN_LOGS = ("arm.json", "run.json", "status.json", "metrics.jsonl", "evals.jsonl", "audit.jsonl")
 
@@ -42,9 +44,10 @@ class Root:
         """
         atomic.make_folder(path)
         file = path / "reproduce.json"
-        if file.exists() and (old := _read(file)["hash"]) != config.shared_hash:
+        if file.exists() and _read(file)["hash"] != config.shared_hash:
+            key = first_difference(_read(file)["config"], config.model_dump(mode="json"), SHARED_NOT)
             raise QuadsError(
-                f"made with configuration {old}, this one is {config.shared_hash}",
+                f"made with other settings: {key}",
                 where=str(path),
                 do="choose another --root, or go back to the settings in its reproduce.json",
             )
@@ -159,6 +162,8 @@ class Root:
 
     def pack(self, out: Path) -> list[str]:
         """Write all logs (no weights) as ``out``, a .tar.gz; names of the files in it."""
+        if out.is_dir():
+            raise QuadsError("is a folder", where=str(out), do="name a file, such as logs.tar.gz")
         names = [n for n in ("reproduce.json", "warm.json", "study/study.json") if (self.path / n).exists()]
         for arm, seed in self.runs():
             run = self.run(arm, seed).relative_to(self.path)
@@ -171,23 +176,23 @@ class Root:
                     archive.add(self.path / name, arcname=name)
             aside.replace(out)
         except OSError as e:
-            raise QuadsError(f"cannot write: {e.strerror}", where=str(out), do="free space") from e
+            with contextlib.suppress(OSError):  # the fault is the first one
+                aside.unlink(missing_ok=True)
+            raise QuadsError(f"cannot write: {e.strerror}", where=str(out), do="free space or name another file") from e
         return names
+
+    @classmethod
+    def like(cls, path: Path, archive: Path) -> Root:
+        """A folder with the configuration of an archive of ``pack``; QuadsError when the archive cannot be read."""
+        with _unpacked(archive) as other:
+            return cls.open(path, other.config)
 
     def merge(self, archive: Path) -> list[str]:
         """Take the logs of another machine's ``pack``; a run here that is as far or further stays. Runs taken.
 
         QuadsError when they are of another configuration, or rest on another warm checkpoint.
         """
-        with tempfile.TemporaryDirectory(dir=self.path) as scratch:
-            try:
-                with tarfile.open(archive) as opened:
-                    opened.extractall(scratch, filter="data")
-            except (OSError, tarfile.TarError) as e:
-                raise QuadsError(
-                    f"cannot read: {e}", where=str(archive), do="give an archive of `quads reproduce pack`"
-                ) from e
-            other = Root.read(Path(scratch))
+        with _unpacked(archive) as other:
             if other.config.shared_hash != self.config.shared_hash:
                 raise QuadsError(
                     f"logs of configuration {other.config.shared_hash}, here it is {self.config.shared_hash}",
@@ -195,6 +200,21 @@ class Root:
                     do="merge it into a folder of its own",
                 )
             return _take(other, self)
+
+
+@contextmanager
+def _unpacked(archive: Path) -> Iterator[Root]:
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            with tarfile.open(archive) as opened:
+                opened.extractall(scratch, filter="data")
+        except (OSError, EOFError, zlib.error, tarfile.TarError) as e:  # the middle two: cut off, damaged
+            raise QuadsError(
+                f"cannot read: {e}", where=str(archive), do="give an archive of `quads reproduce pack`"
+            ) from e
+        if not (Path(scratch) / "reproduce.json").exists():
+            raise QuadsError("no logs in it", where=str(archive), do="give an archive of `quads reproduce pack`")
+        yield Root.read(Path(scratch))
 
 
 def _take(other: Root, mine: Root) -> list[str]:

@@ -149,7 +149,7 @@ def _draw_ratios(figure: Figure, rows: Rows) -> None:
     for axis, column, label in ((left, 2, "mean"), (right, 3, "max")):
         for kind in kinds:
             mine = [row for row in rows if row[0] == kind]
-            axis.plot([row[1] for row in mine], [row[column] for row in mine], "o-", label=kind)
+            axis.plot([row[6] for row in mine], [row[column] for row in mine], "o-", label=kind)
         axis.set_xlabel("RAC, % of the expert FLOPs")
         axis.set_ylabel(f"{label} |log-prob gap|, nats")
         axis.set_ylim(bottom=0)

@@ -39,6 +39,7 @@ def run_study(root: Root) -> None:
     flags = [*config.flags(), "--quads-recipe", "quads"]
     rl = config.rl_config(root.base(base_name(*OURS)), folder.path, config.seed).to_dict()
     info: dict[str, Any] = {"rl": rl, "quads": {"recipe": "quads"}, "argv": flags}
+    print(f"sampling {config.study.sequences} sequences; an engine starts", flush=True)
     samples, model = sample_for_analysis(folder, info, folder.path, config.study.sequences)
     print("split: weights, activations, engines", flush=True)
     jobs.launch(

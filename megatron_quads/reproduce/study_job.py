@@ -20,7 +20,7 @@ from ..proof.analyze import align
 from ..proof.analyze_report import Row
 from ..rac.batches import Batch, make_batches
 from ..rac.metadata import RacMetadata, required_rac
-from ..rac.select import Gemm
+from ..rac.select import Gemm, flops_of
 from ..rac.statistics import activation_scale
 from ..trainer.activations import emulate_activations, observe_experts
 from ..trainer.experts import expert_linears
@@ -63,7 +63,8 @@ def study_job(job: jobs.Job) -> None:
         rac = required_rac(dataclasses.replace(quads, recipe="quads", rac_ratio=base["ratio"]), at)
         trained = score(chunks)
         with emulate_activations(chunks, rac, activation_scale="token"):
-            rows.append(_row("quads", base["ratio"], base["policy"], base["sorted"], trained, score(chunks)))
+            row = _row("quads", base["ratio"], base["policy"], base["sorted"], trained, score(chunks))
+        rows.append({**row, "flop_share": flops_of(rac) if rac is not None else 0.0})
     at = read_model_config(s["ours"])
     load_hf(chunks, at)
     rac = required_rac(dataclasses.replace(quads, recipe="quads"), at)

@@ -87,12 +87,15 @@ def ratio_table(logs: Logs) -> Table:
         at_ratio = row["recipe"] == "quads" and row["policy"] == "uniform" and not row["sorted"]
         published = paper.MAX_GAP_AT_RATIO.get(row["ratio"]) if at_ratio else None
         recipe = f"{row['recipe']}, {kind}" if row["recipe"] == "quads" else row["recipe"]
-        rows.append([recipe, 100.0 * row["ratio"], row["mean"], row["max"], row["p99.9"], published])
+        taken = 100.0 * row.get("flop_share", 0.0)
+        rows.append([recipe, 100.0 * row["ratio"], row["mean"], row["max"], row["p99.9"], published, taken])
     columns = ["recipe", "RAC %", "mean gap", "max gap", "99.9th percentile", f"max gap, {PAPER}"]
+    columns.append("% of the experts' FLOPs")
     tokens = (logs.study or {}).get("tokens", 0)
     notes = [
         f"The warm checkpoint on {tokens:,} sampled tokens; the rollout's quantisation emulated inside the trainer, so "
-        "without engine drift, which the paper's figures contain. One measurement: no interval."
+        "without engine drift, which the paper's figures contain. One measurement: no interval. RAC takes whole blocks: of "
+        "few blocks a small share may not be had."
     ]
     return Table("ratios", "Log-prob gap by RAC ratio, before RL", columns, rows, notes)
 

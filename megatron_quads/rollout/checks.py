@@ -142,3 +142,12 @@ def _require_scales(key: str, layer: int, part: dict[str, Tensor]) -> None:
         zero = bool((scale == 0).any())
         if zero and (kind != "weight_scale_2" or bool((part["weight"] & 0x77).any())):
             refuse(kind, "is zero")
+
+
+def fill_dummy(tensors: dict[str, Tensor]) -> None:
+    """Weights of ``load_format="dummy"``: random codes; values up to 1e-3, as vLLM's."""
+    for stem in ("w13", "w2"):
+        tensors[f"{stem}_weight"].random_(0, 256)
+        tensors[f"{stem}_weight_scale"].copy_(torch.full_like(tensors[f"{stem}_weight_scale"], 448.0))
+        tensors[f"{stem}_weight_scale_2"].fill_(1e-3 / (6 * 448))
+        tensors[f"{stem}_input_scale"].fill_(1.0)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +21,9 @@ from torch import Tensor
 from .. import atomic
 from ..checkpoint.hf import read_model_config
 from ..errors import QuadsError
+from ..rac.select import Unit
+from ..rac.statistics import Moments, ResidualEnergy
+from .collect import collect
 from .flat import Chunk, Sent, send
 from .types import RolloutInfo, Sample, merge_infos, record_routes, require_fit, require_mode
 
@@ -170,6 +173,21 @@ class LocalRollout:
     def require_selection(self) -> None:
         """See Rollout.require_selection."""
         self._workers("check_selection")
+
+    def statistics(
+        self,
+        statistic: Moments | ResidualEnergy,
+        sequences: Sequence[Sequence[int]],
+        scratch: Path,
+        *,
+        static_amax: Mapping[Unit, float] | None = None,
+    ) -> dict[int, int]:
+        """Add to calibration's ``statistic`` what the experts see while the engine runs ``sequences``, over all workers.
+
+        Returns the (token, expert) pairs that were seen in each layer. The engine must be eager (on a CPU: any) and in
+        mode w4a16. ``static_amax``: of a static activation scale.
+        """
+        return collect(self._workers, self.score, statistic, sequences, scratch, static_amax)
 
     def update_weights(self, folder: str | Path, version: int, *, rac_hash: str | None = None) -> None:
         """See Rollout.update_weights."""

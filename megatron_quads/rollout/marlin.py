@@ -220,6 +220,7 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
         """See ModelOptQuadsMoEMethod; routing to other ranks' experts is vLLM's."""
         if not self.ready or self.moe_kernel is None:
             raise QuadsError(f"layer {self.index} has no complete weights", where="rollout", do="restart the rollout")
+        self.observe(layer, x, topk_ids)
         return self.moe_kernel.apply(
             x,
             layer.w13_weight,

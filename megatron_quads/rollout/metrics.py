@@ -18,8 +18,7 @@ from typing import Any
 from prometheus_client import Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from ..rac.metadata import RacMetadata
-from ..rac.select import GEMMS, Unit, flop_share
+from ..rac.select import flops_of
 from .kernel_choice import choose_here
 from .quant_config import ModelOptQuadsConfig
 
@@ -31,12 +30,6 @@ INFO = ("rac_version", "activation", "activation_scale", "policy", "kernel")
 def _gauge(name: str, text: str, labels: tuple[str, ...]) -> Gauge:
     """One per process: the registry refuses a second of the same name. Engines differ in their labels."""
     return Gauge(name, text, labels, multiprocess_mode="mostrecent")
-
-
-def share_of(rac: RacMetadata) -> float:
-    """Extra FLOPs of a selection as a share of the expert FLOPs of its layers."""
-    counts: dict[Unit, int] = {(i, g): len(getattr(s, g).indices()) for i, s in rac.layers.items() for g in GEMMS}
-    return flop_share(counts, rac.model)
 
 
 class QuadsStatLogger(StatLoggerBase):
@@ -62,7 +55,7 @@ class QuadsStatLogger(StatLoggerBase):
         ).set(1)
         for gauge, text, value in (
             ("quads_rac_ratio", "RAC ratio asked for in calibration", rac.ratio if rac else 0.0),
-            ("quads_rac_flop_share", "Extra FLOPs of RAC over those of the quantised experts", share_of(rac) if rac else 0.0),
+            ("quads_rac_flop_share", "Extra FLOPs of RAC over those of the quantised experts", flops_of(rac) if rac else 0.0),
             ("quads_rac_layers", "Layers with RAC metadata", len(rac.layers) if rac else 0),
         ):  # fmt: skip
             _gauge(gauge, text, ENGINE).labels(*engine).set(value)

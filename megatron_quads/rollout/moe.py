@@ -48,6 +48,7 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         self.backend: ExpertBackend | None = self._make_backend()
         self.ready = False
         self.plan: ActivationPlan | None = None
+        self.observer: Callable[[Any, Any, Tensor, Tensor], None] | None = None  # calibration's (``observe.py``)
         self._layer = weakref.ref(layer)
         self._loaded: set[tuple[str, int]] = set()
         self._shapes: dict[tuple[str, str], tuple[int, ...]] = {}
@@ -146,7 +147,7 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         self._loaded.clear()
         tensors = {f"{stem}_{kind}": getattr(layer, f"{stem}_{kind}").data for stem in ("w13", "w2") for kind in KINDS}
         if self.dummy:
-            _fill_dummy(tensors)
+            checks.fill_dummy(tensors)
         checks.require_finite_experts(self.index, experts, tensors)
         packed = PackedExperts(
             w13=tensors["w13_weight"],
@@ -187,6 +188,11 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         """The residual blocks that each GEMM computes with under mode ``rac``, ascending."""
         assert self.plan is not None
         return {gemm: blocks.tolist() for gemm, blocks in self.plan.blocks.items()}
+
+    def observe(self, layer: RoutedExperts, x: Tensor, topk_ids: Tensor) -> None:
+        """Show a call's input and routing to whom it may concern."""
+        if self.observer is not None:
+            self.observer(layer, self, x, topk_ids)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """The dequantised (w13 [E, 2I, H], w2 [E, H, I]) in compute dtype, of what the GEMMs read."""
@@ -238,6 +244,7 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         if not self.ready or self.plan is None:
             raise QuadsError(f"layer {self.index} has no complete weights", where="rollout", do="restart the rollout")
         assert self.backend is not None
+        self.observe(layer, x, topk_ids)
         local = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         return self.backend.forward(x, topk_weights, local, self.plan)
 
@@ -259,12 +266,3 @@ def _require_supported(layer: RoutedExperts, index: int) -> None:
         raise QuadsError(f"activation {layer.moe_config.activation} is not supported", where=where, do="use SwiGLU")
     if layer.apply_router_weight_on_input:
         raise QuadsError("router weights on the input are not supported", where=where, do="use a Qwen3-MoE model")
-
-
-def _fill_dummy(tensors: dict[str, Tensor]) -> None:
-    """Weights of ``load_format="dummy"``: random codes; values up to 1e-3, as vLLM's."""
-    for stem in ("w13", "w2"):
-        tensors[f"{stem}_weight"].random_(0, 256)
-        tensors[f"{stem}_weight_scale"].copy_(torch.full_like(tensors[f"{stem}_weight_scale"], 448.0))
-        tensors[f"{stem}_weight_scale_2"].fill_(1e-3 / (6 * 448))
-        tensors[f"{stem}_input_scale"].fill_(1.0)

@@ -128,5 +128,6 @@ class ModelOptQuadsNativeMethod(ModelOptQuadsMoEMethod):
         """See ModelOptQuadsMoEMethod."""
         if not self.ready or self._prepared is None:
             raise QuadsError(f"layer {self.index} has no complete weights", where="rollout", do="restart the rollout")
+        self.observe(layer, x, topk_ids)
         local = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         return native_gemm.forward(x, topk_weights, local, self.packed(layer), self._prepared)
