@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -114,12 +115,12 @@ def test_taken_ports_are_passed_over_and_a_stale_server_is_refused(idle: Cluster
     next_job = str(int(idle.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "true")) + 1)
     stale_env = {"QUADS_JOB_ID": "99999", "QUADS_ATTEMPT": "0"}
     stale = []
-    for node, offset in (("node0", 0), ("node1", 1)):
-        port = port_candidates(next_job, offset)[0]
+    trainer_port, server_port = (port_candidates(next_job, offset)[0] for offset in (0, 1))
+    for node, port in itertools.product(("node0", "node1", "node2", "node3"), (trainer_port, server_port)):
         command = [sys.executable, str(HERE / "standin.py"), "rollout", "0.0.0.0", str(port)]
-        stale.append((idle.on_node(node, *command, env=stale_env), port))
+        stale.append(idle.on_node(node, *command, env=stale_env))
     try:
-        for process, _ in stale:  # the ports must be taken before the job looks for one
+        for process in stale:  # the ports must be taken before the job looks for one
             assert process.stdout is not None
             while not process.stdout.readline().startswith("serving on"):
                 assert process.poll() is None
@@ -128,15 +129,15 @@ def test_taken_ports_are_passed_over_and_a_stale_server_is_refused(idle: Cluster
         assert job.job == next_job
         job.until_step(2)
         attempt = run / "attempt-0"
-        assert json.loads((attempt / "plan.json").read_text())["master_port"] == stale[0][1] + 1
+        assert json.loads((attempt / "plan.json").read_text())["master_port"] == trainer_port + 2
         endpoint = attempt / "endpoints" / "0.json"
         ours = json.loads(endpoint.read_text())
         host, _, port = ours["url"].rpartition(":")
-        assert int(port) == stale[1][1] + 1
-        endpoint.write_text(json.dumps({**ours, "url": f"{host}:{stale[1][1]}"}))
+        assert int(port) == server_port + 1
+        endpoint.write_text(json.dumps({**ours, "url": f"{host}:{server_port}"}))
         assert job.wait() == ("COMPLETED", 0), job.output()
     finally:
-        for process, _ in stale:
+        for process in stale:
             process.kill()
             process.wait()
     assert "a stale server answers: it belongs to job 99999, attempt 0, not to job" in job.printed()
