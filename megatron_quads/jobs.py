@@ -112,7 +112,7 @@ def rl(job: Job) -> None:
             folder.acquire(resume=resume)
             run_json = {"rl": cfg.to_dict(), "quads": quads.to_dict(), "argv": job.argv, "version": __version__}
             if resume:
-                _require_same(folder.read_run(), run_json, folder.path)
+                _require_same(folder.read_run(), run_json, folder.path, model=not job.settings.get("model_is_checked"))
             atomic.write_json(folder.path / "run.json", run_json)
         except QuadsError as e:
             fault = e
@@ -128,9 +128,14 @@ def rl(job: Job) -> None:
         folder.release()
 
 
-def _require_same(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
-    """A resumed run may change how long it goes on and how often it saves, nothing that its numbers depend on."""
+def _require_same(old: dict[str, Any], new: dict[str, Any], where: Path, *, model: bool = True) -> None:
+    """A resumed run may change how long it goes on and how often it saves, nothing that its numbers depend on.
+
+    ``model`` False: the caller knows the checkpoint by its digest, wherever it lies now.
+    """
     free = {"steps", "save_every", "eval_every", "wandb_project", "rollout", "refit", "out"}
+    if not model:
+        free.add("model")
     from .rl.config import RLConfig
 
     old = {**old, "rl": RLConfig.from_dict(old["rl"]).to_dict()}  # an older run.json lacks newer settings

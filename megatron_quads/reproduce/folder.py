@@ -228,7 +228,7 @@ def _take(other: Root, mine: Root) -> list[str]:
             continue
         theirs, ours = other.state(arm, seed), mine.state(arm, seed)
         further = (theirs["state"] == "done", theirs["step"]) > (ours["state"] == "done", ours["step"])
-        if not further or RunFolder(mine.run(arm, seed)).latest_step() is not None:
+        if not (further or _damaged(mine, arm, seed)) or RunFolder(mine.run(arm, seed)).latest_step() is not None:
             continue
         target = mine.run(arm, seed)
         atomic.make_folder(target.parent)
@@ -240,6 +240,16 @@ def _take(other: Root, mine: Root) -> list[str]:
             atomic.make_folder((mine.path / name).parent)
             atomic.write_bytes(mine.path / name, (other.path / name).read_bytes())
     return taken
+
+
+def _damaged(root: Root, arm: str, seed: int) -> bool:
+    from .logs import read_run
+
+    try:
+        read_run(root, arm, seed)
+    except QuadsError:
+        return True
+    return False
 
 
 def _bound(root: Root, arm: str, seed: int) -> bool:

@@ -225,6 +225,14 @@ def all_tables(logs: Logs) -> list[Table]:
     return [make(logs) for make in makers]
 
 
+def _seen(root: Root, arm: str, seed: int, state: str) -> str:
+    """The state as it is: a killed process could not write that it ended."""
+    if state != "running":
+        return state
+    with root.run_lock(arm, seed) as free:
+        return "killed; goes on with `run`" if free else state
+
+
 def show_status(root: Root) -> None:
     """Print what is done and what is not; a run whose logs cannot be used shows why."""
     table = Screen(box=box.SIMPLE, pad_edge=False)
@@ -239,7 +247,15 @@ def show_status(root: Root) -> None:
             continue
         last = run.rows[-1] if run.rows else None
         gap, reward = (f"{last[GAP_MEAN]:.2e}", f"{last['reward']:.3f}") if last else ("", "")
-        table.add_row(arm, str(seed), run.state, f"{run.steps}/{wanted}", gap, reward, f"{run.bits:,}" if last else "")
+        table.add_row(
+            arm,
+            str(seed),
+            _seen(root, arm, seed, run.state),
+            f"{run.steps}/{wanted}",
+            gap,
+            reward,
+            f"{run.bits:,}" if last else "",
+        )
     for name, given in root.config.arms.items():
         if given.unavailable:
             table.add_row(name, "", "unavailable")

@@ -43,7 +43,7 @@ def choose(mode: str, rollout: Rollout, rac_hash: str | None, device: torch.devi
         theirs = rollout.flat_device(rac_hash)
     except QuadsError as e:
         if mode == "flat":
-            raise
+            raise QuadsError(e.what, where="--refit flat", do="give --refit auto or folder") from e
         return Transport(False, f"refit: export folders ({e.what})")
     mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     if mine is not None and mine == theirs:
