@@ -72,6 +72,15 @@ def require_same_form(digests: Mapping[str, str], *, where: str) -> None:
             )
 
 
+def differing_bits(a: Tensor, b: Tensor) -> int:
+    """Bits in which two tensors of one shape and dtype differ; ValueError when they are not. Counted on the host."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"{a.dtype}{tuple(a.shape)} and {b.dtype}{tuple(b.shape)} are not comparable")
+    x, y = (t.detach().contiguous().cpu().view(-1).view(torch.uint8) for t in (a, b))
+    table = torch.tensor([i.bit_count() for i in range(256)], dtype=torch.int64)
+    return int(table[(x ^ y).int()].sum())
+
+
 def _sums(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 4:

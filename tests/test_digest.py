@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_quads.digest import Digests, tensor_digest
+from megatron_quads.digest import Digests, differing_bits, tensor_digest
 
 MASK = 2**64 - 1
 
@@ -99,3 +99,12 @@ def test_several_at_once_are_each_their_own() -> None:
 def test_a_gpu_gives_the_same(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
     assert tensor_digest(x.cuda()) == tensor_digest(x)
+
+
+def test_bits_that_differ_are_counted() -> None:
+    x = torch.zeros(3, 5, dtype=torch.bfloat16)
+    y = x.clone()
+    y[0, 0], y[2, 4] = -0.0, 1.0  # 1 bit, and 0x3F80's 7
+    assert differing_bits(x, x) == 0 and differing_bits(x, y) == 8 and differing_bits(x.T, y.T) == 8
+    with pytest.raises(ValueError, match="not comparable"):
+        differing_bits(x, x.view(-1))

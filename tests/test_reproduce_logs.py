@@ -126,7 +126,7 @@ def test_an_archive_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkey
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tarfile.TarFile.add", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(QuadsError, match="No space left"):
         root.pack(out / "logs.tar.gz")
     assert list(out.iterdir()) == []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel, SafetensorsFolder, read_model_config
-from ..digest import require_same_form, tensor_digest
+from ..digest import differing_bits, require_same_form, tensor_digest
 from ..errors import MismatchError, QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
 from ..rac.metadata import RacMetadata, load_sidecar
@@ -26,15 +26,6 @@ from ..rl.refit import is_expert
 
 EXPERTS_IN_FILE, REST_IN_FILE = "experts: trainer and exported file", "all else: trainer and exported file"
 EXPERTS_IN_VLLM = "experts: trainer and vLLM"
-
-
-def differing_bits(a: Tensor, b: Tensor) -> int:
-    """Bits in which two tensors of one shape and dtype differ."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        raise ValueError(f"{a.dtype}{tuple(a.shape)} and {b.dtype}{tuple(b.shape)} are not comparable")
-    x = a.contiguous().view(-1).view(torch.uint8) ^ b.contiguous().view(-1).view(torch.uint8)
-    table = torch.tensor([i.bit_count() for i in range(256)], dtype=torch.int64)
-    return int(table[x.int()].sum())
 
 
 def stored_weight(reader: SafetensorsFolder, name: str, dtype: torch.dtype) -> Tensor:

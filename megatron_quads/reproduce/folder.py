@@ -8,9 +8,9 @@ arms/ARM/seed-N/ run folders of `quads rl`, and arm.json: hashes of configuratio
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import shutil
 import tarfile
@@ -168,17 +168,12 @@ class Root:
         for arm, seed in self.runs():
             run = self.run(arm, seed).relative_to(self.path)
             names += [str(run / n) for n in RUN_LOGS if (self.path / run / n).exists()]
-        aside = out.with_name(f".{out.name}")
+        made = io.BytesIO()  # logs alone: some megabytes
+        with tarfile.open(fileobj=made, mode="w:gz") as archive:
+            for name in names:
+                archive.add(self.path / name, arcname=name)
         atomic.make_folder(out.parent)
-        try:
-            with tarfile.open(aside, "w:gz") as archive:
-                for name in names:
-                    archive.add(self.path / name, arcname=name)
-            aside.replace(out)
-        except OSError as e:
-            with contextlib.suppress(OSError):  # the fault is the first one
-                aside.unlink(missing_ok=True)
-            raise QuadsError(f"cannot write: {e.strerror}", where=str(out), do="free space or name another file") from e
+        atomic.write_bytes(out, made.getvalue())
         return names
 
     @classmethod

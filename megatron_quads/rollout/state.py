@@ -131,10 +131,3 @@ def expert_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             gate, up = w13[local].chunk(2, 0)
             for projection, tensor in (("gate_proj", gate), ("up_proj", up), ("down_proj", w2[local])):
                 yield f"{checks.experts_prefix(i)}.{expert}.{projection}.weight", tensor
-
-
-def differing_bits(a: Tensor, b: Tensor) -> int:
-    """Popcount of the XOR of two tensors' bytes; shapes and dtypes must agree."""
-    x, y = (t.detach().contiguous().cpu().view(torch.uint8) for t in (a, b))
-    table = torch.tensor([bin(i).count("1") for i in range(256)], dtype=torch.int64)
-    return int(table[(x ^ y).int()].sum())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..digest import Digests
+from ..digest import Digests, differing_bits
 from ..errors import QuadsError
 from ..launch.health import identity
 from . import sleep
@@ -102,7 +102,7 @@ def _count_bits(worker: Any, file: str) -> dict[str, int]:
                         where=file,
                         do="compare what the trainer multiplies with, in the rollout's dtype",
                     )
-                out[name] = state.differing_bits(tensor, other)
+                out[name] = differing_bits(tensor, other)
     except (OSError, SafetensorError) as e:
         raise QuadsError(f"cannot read: {e}", where=file, do="give a safetensors file") from e
     return out
