@@ -3,7 +3,10 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 DEMO_OUT ?= runs/demo
 
-.PHONY: demo test setup lint lock clean
+# `make test` runs these beside all others: SLURM's tests mostly wait, and most others keep one core busy
+BESIDE := tests/launch tests/test_checkpoint_layouts.py tests/test_te_install.py tests/test_trainer_layouts.py
+
+.PHONY: demo test test-most test-beside setup lint lock clean
 
 setup:
 	@launch/setup_env.sh
@@ -12,7 +15,15 @@ demo: setup
 	@.venv/bin/quads demo --out $(DEMO_OUT) --overwrite
 
 test: setup lint
-	.venv/bin/python -m pytest
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 test-most test-beside
+
+test-most:
+	.venv/bin/python -m pytest $(BESIDE:%=--ignore=%)
+
+# lines marked, and whole: both write to one screen
+test-beside: SHELL := bash -o pipefail
+test-beside:
+	.venv/bin/python -m pytest $(BESIDE) 2>&1 | sed -u 's/^/beside: /'
 
 lint: setup
 	.venv/bin/ruff check .

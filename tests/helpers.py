@@ -174,6 +174,12 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def quads(*words: str | Path, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """Run the command line."""
+    program = [sys.executable, "-m", "megatron_quads.cli", *map(str, words)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=timeout)
+
+
 def run_ranks(
     n: int,
     target: str | Path,

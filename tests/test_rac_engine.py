@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_tiny_hf
+from helpers import make_tiny_hf, quads
 from rollout_helpers import HFReference, dequantized, half_metadata, write_export
 from safetensors.torch import load_file
-from test_rl_loop import quads
 from torch import Tensor
 
 from megatron_quads.checkpoint.hf import read_model_config

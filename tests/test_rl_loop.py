@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import quads
 
 from megatron_quads.rl.metrics import read_rows
-from megatron_quads.rl.tasks import make_task
-from megatron_quads.rl.tiny import TinyModel, make_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 TIMES = {"step_s", "refit_s", "tokens_per_s"}
@@ -24,40 +23,9 @@ SMALL = ["--prompts-per-step", "4", "--samples-per-prompt", "4", "--max-new-toke
 LAYOUT = ["--nproc", "2", "--expert-model-parallel-size", "2", "--lr", "1e-3", "--micro-batch-size", "8"]
 
 
-def quads(*words: str | Path, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-    """Run the command line."""
-    program = [sys.executable, "-m", "megatron_quads.cli", *map(str, words)]
-    return subprocess.run(program, capture_output=True, text=True, timeout=timeout)
-
-
 def rl(model: Path, out: Path, *more: str, recipe: str = "quads") -> list[str]:
     """Arguments of a small run."""
     return ["rl", "--model", str(model), "--out", str(out), *TASK, *SMALL, *LAYOUT, "--quads-recipe", recipe, *more]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A calibrated (sorted) tiny checkpoint."""
-    root = tmp_path_factory.mktemp("loop")
-    task = make_task("spell_backward", {"min_word_len": 4, "max_word_len": 6})
-    model = make_tiny_checkpoint(
-        root / "init", 0, task=task, model=TinyModel(hidden=64, moe_intermediate=64, experts=4)
-    )
-    lines = [json.dumps({"prompt": task.train(i).prompt_text}) for i in range(16)]
-    (root / "prompts.jsonl").write_text("\n".join(lines))
-    done = quads(
-        "calibrate",
-        "--model",
-        model,
-        "--prompts",
-        root / "prompts.jsonl",
-        "--out",
-        root / "base",
-        "--quads-rac-policy",
-        "uniform",
-    )
-    assert done.returncode == 0, done.stderr
-    return root / "base"
 
 
 @pytest.fixture(scope="module")

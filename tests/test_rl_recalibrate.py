@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_rl_loop import TIMES, quads, rl
+from helpers import quads
+from test_rl_loop import TIMES, rl
 
 from megatron_quads import atomic
 from megatron_quads.checkpoint.hf import read_model_config

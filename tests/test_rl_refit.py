@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import quads
 from safetensors import safe_open
-from test_rl_loop import SMALL, TASK, TIMES, base, quads, rl, rollout_pid
+from test_rl_loop import SMALL, TASK, TIMES, rl, rollout_pid
 
 from megatron_quads.errors import QuadsError
 from megatron_quads.rl.config import RLConfig
@@ -22,7 +23,6 @@ from megatron_quads.rl.tasks import make_task
 from megatron_quads.rl.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
-__all__ = ["base"]  # the fixture
 
 
 @dataclass
