@@ -85,7 +85,7 @@ def _verdicts(checks: list[Check], found: list[str]) -> list[str]:
     for title, outcome in (
         ("What agrees with the paper", "holds"),
         ("What does not", "fails"),
-        ("What was not run", "not run"),
+        ("Checks that lack their runs", "not run"),
     ):
         lines = [f"* {c.statement}: {c.detail}" for c in checks if c.outcome == outcome]
         parts += [f"## {title}", "\n".join(lines) or "Nothing."]
