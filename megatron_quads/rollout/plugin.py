@@ -16,7 +16,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from ..checkpoint.quantization_config import FP8
-    from .fp8 import QuadsFp8Config
+    from .fp8_config import QuadsFp8Config
     from .quant_config import NAME, ModelOptQuadsConfig
     from .transfer import FileWeightTransferEngine
     from .types import TRANSFER_BACKEND

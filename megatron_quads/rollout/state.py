@@ -15,7 +15,8 @@ from ..errors import QuadsError
 from ..rac.metadata import SIDECAR, RacMetadata
 from . import checks
 from .backends import GEMMS
-from .fp8 import QuadsFp8Config, QuadsFp8MoEMethod
+from .fp8 import QuadsFp8MoEMethod
+from .fp8_config import QuadsFp8Config
 from .moe import ModelOptQuadsMoEMethod, global_experts
 from .quant_config import ModelOptQuadsConfig
 from .types import RolloutInfo
