@@ -26,7 +26,7 @@ class QuadsConfig:
 
     recipe: str = _option(
         "quads",
-        "bf16: nothing quantised; fp8: FP8 trainer and rollout (needs Transformer Engine); naive: BF16 trainer, W4A4 rollout; "
+        "bf16: nothing quantised; fp8: BF16 trainer, W8A8 FP8 rollout; naive: BF16 trainer, W4A4 rollout; "
         "symmetric: W4A4 on both sides; symmetric-rac: W4A4 plus RAC on both; qat: W4A16 trainer, W4A4 rollout; quads: qat plus RAC in the rollout",
         choices=RECIPES,
     )
@@ -88,17 +88,22 @@ class QuadsConfig:
         return self.recipe in ("naive", "symmetric", "symmetric-rac", "qat", "quads")
 
     @property
+    def fp8_rollout(self) -> bool:
+        """The rollout quantises the experts' weights to FP8 itself, and their activations (W8A8)."""
+        return self.recipe == "fp8"
+
+    @property
     def rac(self) -> bool:
         """The rollout compensates activation residuals (under symmetric-rac the trainer does, too)."""
         return self.recipe in ("quads", "symmetric-rac") and self.rac_ratio > 0
 
     def quantizes_layer(self, layer: int, num_layers: int) -> bool:
-        """Whether the routed experts of global layer index ``layer`` (0-based, pipeline-independent) are NVFP4."""
+        """Whether the routed experts of global layer index ``layer`` (0-based, pipeline-independent) are quantised."""
         inside = self.keep_first_layers <= layer < num_layers - self.keep_last_layers
         return inside and fnmatch.fnmatchcase(f"model.layers.{layer}.mlp.experts.0.gate_proj", self.module_pattern)
 
     def quantized_layers(self, num_layers: int) -> list[int]:
-        """Global indices of the layers whose routed experts are NVFP4; raises QuadsError when there is none."""
+        """Global indices of the layers whose routed experts are quantised; raises QuadsError when there is none."""
         layers = [i for i in range(num_layers) if self.quantizes_layer(i, num_layers)]
         if not layers and self.recipe != "bf16":
             raise QuadsError(

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import atomic
+from .checkpoint.quantization_config import FP8
 from .errors import QuadsError
 from .rac.metadata import SIDECAR, RacMetadata, load_sidecar
 
@@ -96,6 +97,9 @@ def _checkpoint(path: Path) -> tuple[str, str, bool]:
     if "rac" not in block:
         if sidecar is not None and block:
             return "RAC lost", f"{SIDECAR} is there but config.json has no rac block: export again", False
+        if block.get("quant_method") == FP8:
+            found, meaning, good = _plugin()
+            return "FP8 experts", "served W8A8 with the plugin" if good else f"plugin {found}: {meaning}", good
         if block:
             return "NVFP4, no RAC", "served W4A4 without compensation", True
         return "unquantised", "no NVFP4, no RAC", True

@@ -24,7 +24,7 @@ from megatron_quads.config import QuadsConfig
 from megatron_quads.digest import tensor_digest
 from megatron_quads.errors import QuadsError
 from megatron_quads.patches import megatron_cpu, megatron_te, registry
-from megatron_quads.rl.refit import is_expert
+from megatron_quads.rl.held import is_expert
 from megatron_quads.te import arguments, single
 from megatron_quads.te.experts import expert_gemms
 from megatron_quads.te.install import Installed, compute_weight, install

@@ -25,7 +25,7 @@ from .hf import HFModel
 from .inventory import agree, exchange, rank
 from .mapping import Unit, units
 from .packing import encoded, is_packed
-from .quantization_config import hf_quant_config, quantization_config
+from .quantization_config import fp8_config, hf_quant_config, quantization_config
 from .stream import Entry, StreamWriter
 
 SHARD_BYTES = 4 << 30
@@ -68,12 +68,13 @@ def export_hf(
 ) -> ExportReport:
     """Collective: write the model as ``out``; every rank returns the same report or raises the same QuadsError.
 
-    ``dtype`` is the one the trainer multiplies with: values are cast to it, then packed. Recipes whose rollout is not
-    NVFP4 (bf16, fp8) give a plain HF checkpoint. ``extra_marker`` goes into the commit marker and must be the same for
+    ``dtype`` is the one the trainer multiplies with: values are cast to it, then packed. Recipe bf16 gives a plain HF
+    checkpoint, recipe fp8 the same with a ``quantization_config``, by which its rollout quantises. ``extra_marker`` goes into the commit marker and must be the same for
     byte-identical exports. QuadsError: K not a multiple of 16, NaN/Inf weights, RAC metadata missing, of another model
     or for other layers, ``out`` holding something that is not an export, a full disk. An old ``out`` survives them all.
     """
     layers = quads.quantized_layers(hf.num_layers) if quads.quantized_rollout else []
+    fp8_layers = quads.quantized_layers(hf.num_layers) if quads.fp8_rollout else []
     error: QuadsError | None = None
     try:
         _check(hf, quads, out, layers, rac)
@@ -85,7 +86,7 @@ def export_hf(
     try:
         if rank() == 0:
             marker = {"recipe": quads.recipe, "dtype": _name(dtype), **(extra_marker or {})}
-            report = _write(stream, hf, quads, Path(out), layers, rac, dtype, marker, shard_bytes)
+            report = _write(stream, hf, quads, Path(out), layers, fp8_layers, rac, dtype, marker, shard_bytes)
     except QuadsError as e:
         error = e
     # rank 0: what is left after an error, so that no rank waits in a send; other ranks: all of it
@@ -131,6 +132,7 @@ def _write(
     quads: QuadsConfig,
     out: Path,
     layers: list[int],
+    fp8_layers: list[int],
     rac: RacMetadata | None,
     dtype: torch.dtype,
     marker: dict[str, Any],
@@ -148,6 +150,8 @@ def _write(
         if layers:
             config["quantization_config"] = quantization_config(hf, layers, quads, rac)
             atomic.write_json(folder / "hf_quant_config.json", hf_quant_config(hf, layers))
+        elif fp8_layers:
+            config["quantization_config"] = fp8_config(fp8_layers)
         atomic.write_json(folder / "config.json", config)
         if rac is not None:
             atomic.write_json(folder / SIDECAR, rac.to_block())

@@ -11,12 +11,15 @@ from typing import Any
 
 from .. import __version__
 from ..config import QuadsConfig
+from ..errors import QuadsError
 from ..kernels import nvfp4
 from ..rac.metadata import RacMetadata
 from .hf import HFModel
 
 QUANT_ALGO = "NVFP4"
 MARKER_KEY = "quads"
+FP8 = "quads_fp8"  # quant_method of exports of recipe fp8
+_FP8_FORM = {"weights": "e4m3, one fp32 scale per output row", "activations": "e4m3, one fp32 scale per token"}
 _PRODUCER = {"name": "megatron-quads", "version": __version__}
 
 
@@ -71,3 +74,22 @@ def quantization_config(
         "producer": _PRODUCER,
         **own,
     }
+
+
+def fp8_config(layers: list[int]) -> dict[str, Any]:
+    """config.json's ``quantization_config`` of recipe fp8: the weights beside it are in high precision, the rollout
+    quantises the routed experts of ``layers`` when it loads them. Other readers do not know the method and refuse.
+    """
+    return {"quant_method": FP8, **_FP8_FORM, "layers": layers, "producer": _PRODUCER}
+
+
+def fp8_layers(block: dict[str, Any], *, where: str) -> list[int] | None:
+    """The layers of ``fp8_config``'s block; None for another one. QuadsError when it is malformed."""
+    if block.get("quant_method") != FP8:
+        return None
+    layers = block.get("layers")
+    whole = isinstance(layers, list) and all(type(i) is int and i >= 0 for i in layers) and bool(layers)
+    if not whole or any(block.get(k) != v for k, v in _FP8_FORM.items()):
+        raise QuadsError(f"cannot serve {block!r}", where=where, do="export the checkpoint again")
+    assert isinstance(layers, list)
+    return layers

@@ -19,9 +19,9 @@ from ..rollout.client import LocalRollout
 def sample_for_analysis(folder: RunFolder, info: dict[str, Any], out: Path, sequences: int) -> tuple[Path, Path]:
     """Export the run's starting model, sample ``sequences`` responses from it with vLLM; (samples JSON, HF model)."""
     rl, quads = info["rl"], info["quads"]
-    if quads["recipe"] == "bf16":
+    if quads["recipe"] in ("bf16", "fp8"):
         raise QuadsError(
-            "recipe bf16 has no quantisation error to split", where=str(folder.path), do="analyze a quantised arm"
+            f"recipe {quads['recipe']} has no NVFP4 error to split", where=str(folder.path), do="analyze an NVFP4 arm"
         )
     model = Path(rl["model"])
     hf, tokenizer = read_model_config(model), load_tokenizer(model)

@@ -1,7 +1,8 @@
 """``quads verify``: every expert weight that the rollout holds is, bit for bit, the weight the trainer multiplies with.
 
 Three readings of each expert weight: the trainer's (its checkpoint, through the layers' own quantiser), the exported
-file's (dequantised here) and, with the engine, what vLLM holds after loading that file. All other weights of the file
+file's (dequantised here) and, with the engine, what vLLM holds after loading that file (of recipe fp8, whose file is in
+high precision, the FP8 codes and row scales that it makes of it). All other weights of the file
 are compared with the trainer's as stored.
 """
 
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 
 from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel, SafetensorsFolder, read_model_config
+from ..checkpoint.quantization_config import fp8_layers
 from ..digest import differing_bits, require_same_form, tensor_digest
 from ..errors import MismatchError, QuadsError
 from ..kernels.nvfp4 import reference as nvfp4
 from ..rac.metadata import RacMetadata, load_sidecar
-from ..rl.refit import is_expert
+from ..rl.held import is_expert, rollout_tensors
+from ..rollout.checks import read_quantization_config
 
 EXPERTS_IN_FILE, REST_IN_FILE = "experts: trainer and exported file", "all else: trainer and exported file"
 EXPERTS_IN_VLLM = "experts: trainer and vLLM"
@@ -62,6 +65,7 @@ def verify_export(
     first: str | None = None
     wanted: dict[str, str] = {}
     reader = SafetensorsFolder(export) if dist.get_rank() == 0 else None
+    layers = (reader is not None and fp8_layers(read_quantization_config(export), where=str(export))) or []
     fault: QuadsError | None = None
     for name, tensor in iter_hf_tensors(chunks, hf, weights="compute"):
         if reader is None or fault is not None:
@@ -69,7 +73,7 @@ def verify_export(
         mine, expert = tensor.detach().cpu(), is_expert(name)
         try:
             if expert:
-                wanted[name] = tensor_digest(mine)
+                wanted |= {key: tensor_digest(t) for key, t in rollout_tensors(name, mine, layers)}
                 bits = differing_bits(mine, stored_weight(reader, name, mine.dtype))
             else:
                 stored = reader.get(name)

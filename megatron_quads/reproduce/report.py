@@ -20,7 +20,7 @@ LIMITS = [
     "whether rewards would differ, or naive would collapse, on a large model, a hard task or longer answers: an error "
     "per token has few tokens and few layers to grow in here",
     "the paper's absolute gaps: another model, another vocabulary, other engines, another statistic of the maximum",
-    "native FP4 speed, and the FP8 arm",
+    "native FP4 speed",
     "what more than the seeds given would show: intervals over two or three seeds are too narrow",
 ]
 

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checkpoint.export import export_hf
-from ..checkpoint.gather import iter_hf_tensors
 from ..checkpoint.hf import HFModel
 from ..config import QuadsConfig
-from ..digest import Digests, require_same_form
+from ..digest import require_same_form
 from ..errors import MismatchError
 from ..rac.metadata import SELECTION, required_rac, saved_selection
 from ..rac.recalibrate import recalibrate
@@ -22,14 +21,10 @@ from ..rollout.types import Rollout
 from ..trainer.trainer import Trainer
 from .config import RLConfig
 from .control import Control
+from .held import gather
 from .ranks import on_rank0
 from .runfolder import RunFolder
 from .transport import Transport, bf16_bytes, choose, send_flat
-
-
-def is_expert(name: str) -> bool:
-    """Whether a HF tensor name is a routed expert's weight."""
-    return ".mlp.experts." in name and name.endswith("_proj.weight")
 
 
 class Refitter:
@@ -189,25 +184,42 @@ class Refitter:
     def prove(self, rollout: Rollout | None, version: int) -> int:
         """Compare, bit for bit, what the trainer multiplies with and what the rollout holds; bits that differ.
 
-        Every rank takes part in gathering. A recipe whose trainer is quantised must have 0: MismatchError otherwise.
-        Where digests differ (recipe naive by design) the differing bits are counted in the workers. StopRequested on
-        every rank when the rollout is lost meanwhile.
+        Every rank takes part in gathering. Recipe fp8 compares the codes and row scales that its routine makes of the
+        trainer's weights. Only recipe naive, whose sides differ by design, may have another count than 0, taken in the
+        workers: MismatchError otherwise, under fp8 with the count in it and in audit.jsonl. StopRequested on every rank
+        when the rollout is lost meanwhile.
         """
-        digests = Digests()
-        held: dict[str, Tensor] = {}
-        for name, tensor in iter_hf_tensors(self.trainer.chunks, self.hf, weights="compute"):
-            if is_expert(name):
-                digests.add(name, tensor)
-                if self.quads.quantized_rollout and not self.quads.quantized_trainer:
-                    held[name] = tensor.detach().cpu().contiguous()
+        by_design = self.quads.quantized_rollout and not self.quads.quantized_trainer
+        wanted, held = gather(self.trainer, self.hf, self.quads, keep=by_design)
+        found: dict[str, str] = {}
 
-        def compare() -> int:
+        def compare() -> list[str]:
             assert rollout is not None, "only rank 0 asks the rollout"
-            return self._compare(rollout, version, digests.finish(), held)
+            found.update(self._audited(rollout, version, wanted))
+            return sorted(n for n in wanted if wanted[n] != found[n])
 
-        return int(on_rank0(compare))
+        differing: list[str] = on_rank0(compare)
+        if differing and self.quads.fp8_rollout:
+            _, held = gather(self.trainer, self.hf, self.quads, keep=True)
 
-    def _compare(self, rollout: Rollout, version: int, wanted: dict[str, str], held: dict[str, Tensor]) -> int:
+        def settle() -> int:
+            assert rollout is not None, "only rank 0 asks the rollout"
+            bits = self._count(rollout, held) if differing and held else 0
+            if bits or not differing:
+                self._note(version, wanted, found, differing, bits)
+            if differing and not by_design:
+                count = f"{bits} bits in " if bits else ""
+                raise MismatchError(
+                    f"{differing[0]} differs between trainer and rollout ({count}{len(differing)} of {len(wanted)} tensors)",
+                    where=f"weights of version {version}",
+                    do="do not train on: run `quads verify`",
+                )
+            return bits
+
+        return int(on_rank0(settle))
+
+    def _audited(self, rollout: Rollout, version: int, wanted: dict[str, str]) -> dict[str, str]:
+        """The rollout's digests; MismatchError unless it holds this version and the same tensors."""
         info = rollout.info()
         if (info.version, info.rac_hash) != (version, self.rac_hash):
             raise MismatchError(
@@ -215,25 +227,25 @@ class Refitter:
                 where=f"weights of version {version}",
                 do="report this",
             )
-        bits, found = 0, rollout.audit()
+        found = rollout.audit()
         if set(found) != set(wanted):
             odd = sorted(set(found) ^ set(wanted))[0]
             raise MismatchError(
                 f"{odd} is held by one side only", where=f"weights of version {version}", do="report this"
             )
         require_same_form(found, where=f"weights of version {version}")
-        differing = sorted(n for n in wanted if wanted[n] != found[n])
-        if differing and held:
-            file = self.folder.path / "compute_weights.safetensors"
-            save_file(held, str(file))
-            bits = sum(rollout.count_bits(file).values())
-            file.unlink()
-        elif differing:
-            raise MismatchError(
-                f"{differing[0]} differs between trainer and rollout ({len(differing)} of {len(wanted)} tensors)",
-                where=f"weights of version {version}",
-                do="do not train on: run `quads verify`",
-            )
+        return found
+
+    def _count(self, rollout: Rollout, held: dict[str, Tensor]) -> int:
+        file = self.folder.path / "compute_weights.safetensors"
+        save_file(held, str(file))
+        bits = sum(rollout.count_bits(file).values())
+        file.unlink()
+        return bits
+
+    def _note(
+        self, version: int, wanted: dict[str, str], found: dict[str, str], differing: list[str], bits: int
+    ) -> None:
         self.folder.append(
             self.folder.audit,
             {
@@ -246,7 +258,6 @@ class Refitter:
                 **({"rac": self.rac_hash} if self.rac_hash is not None else {}),
             },
         )
-        return bits
 
 
 def combined(digests: dict[str, str]) -> str:

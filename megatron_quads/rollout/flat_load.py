@@ -36,7 +36,7 @@ def require_flat(model: Any, quantization: dict[str, Any], rac_hash: str | None)
             "RAC metadata of the refit is not the running one", where="flat refit", do="restart the rollout"
         )
     if not _methods(model):
-        raise QuadsError("no layer is quantised", where="flat refit", do="update from an export folder")
+        raise QuadsError("no layer is NVFP4", where="flat refit", do="update from an export folder")
     if "rac" not in quantization and quantization.get(checks.MARKER_KEY, {}).get("activation_scale") == "static":
         # those scales are the export's input_scale, which follows the weights and does not travel here
         raise QuadsError("static activation scales without RAC need a whole export", where="flat refit",

@@ -56,7 +56,7 @@ class ModelOptQuadsMoEMethod(ModelOptNvFp4FusedMoE):
         config = get_current_vllm_config()
         self.eager = config.model_config.enforce_eager
         self.dummy = config.load_config.load_format == "dummy"
-        _require_supported(layer, index)
+        require_supported(layer, index)
         self._require_kernel(layer)
 
     kernel = "emulation"
@@ -257,7 +257,8 @@ def global_experts(layer: RoutedExperts) -> list[int]:
     return [slots.index(local) for local in range(layer.local_num_experts)]
 
 
-def _require_supported(layer: RoutedExperts, index: int) -> None:
+def require_supported(layer: RoutedExperts, index: int) -> None:
+    """QuadsError for what no method of this project computes: split experts, another activation, scaled inputs."""
     where = checks.experts_prefix(index)
     if layer.moe_config.moe_parallel_config.tp_size > 1:
         # a rank that holds part of K would scale its activations by its own part

@@ -8,18 +8,21 @@ _registered = False
 
 
 def register() -> None:
-    """Register the quantisation config, the file weight-transfer engine and, on CPU, the needed vLLM patches."""
+    """Register the quantisation configs, the file weight-transfer engine and, on CPU, the needed vLLM patches."""
     global _registered
     if _registered:
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers.quantization import register_quantization_config
 
+    from ..checkpoint.quantization_config import FP8
+    from .fp8_config import QuadsFp8Config
     from .quant_config import NAME, ModelOptQuadsConfig
     from .transfer import FileWeightTransferEngine
     from .types import TRANSFER_BACKEND
 
     register_quantization_config(NAME)(ModelOptQuadsConfig)
+    register_quantization_config(FP8)(QuadsFp8Config)
     WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, FileWeightTransferEngine)
     _registered = True
 

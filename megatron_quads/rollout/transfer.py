@@ -196,7 +196,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 do="restart the rollout from this export",
             )
         checks.require_sidecar_match(rac, folder)
-        for key in ("quant_algo", "ignore", checks.MARKER_KEY):
+        for key in ("quant_method", "quant_algo", "ignore", "layers", checks.MARKER_KEY):
             if (given := new.get(key)) != (kept := self._quantization.get(key)):
                 raise QuadsError(
                     f"quantization_config.{key} {given!r} differs from the running {kept!r}",

@@ -119,8 +119,8 @@ def parse_args(argv: Sequence[str], hf: HFModel) -> argparse.Namespace:
 
     Architecture flags come from ``hf``; one that contradicts it is refused. The world size is read from WORLD_SIZE.
     Raises QuadsError, in one line, on an unknown flag, a value Megatron refuses, experts that expert parallelism does
-    not divide, experts that Megatron's default would split (TP > 1 without an expert TP), a sharded K that is not a multiple
-    of 16, or recipe fp8.
+    not divide, experts that Megatron's default would split (TP > 1 without an expert TP), or a sharded K that is not a
+    multiple of 16 (NVFP4).
     """
     arguments = megatron_arguments()
     derived = derived_argv(hf)
@@ -213,12 +213,6 @@ def _require_runnable(args: argparse.Namespace, quads: QuadsConfig, hf: HFModel)
             where="WORLD_SIZE",
             do="start a multiple of both products",
         )
-    if quads.recipe == "fp8":
-        raise QuadsError(
-            "recipe fp8 needs a rollout that quantises as Megatron's FP8 recipe does, and there is none",
-            where="--quads-recipe",
-            do="use recipe bf16, qat or quads",
-        )
     if args.transformer_impl == TE:
         if quads.quantized_trainer:
             refuse_settings(args)
@@ -231,6 +225,8 @@ def _require_runnable(args: argparse.Namespace, quads: QuadsConfig, hf: HFModel)
     if quads.recipe == "bf16":
         return
     quads.quantized_layers(hf.num_layers)
+    if quads.fp8_rollout:
+        return  # a row of any length has its scale
     for name, k in (("gate_proj and up_proj", hf.hidden_size), ("down_proj", hf.moe_intermediate_size)):
         shards = etp if name == "down_proj" else 1
         if k % (BLOCK * shards):
