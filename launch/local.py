@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,16 +21,18 @@ from typing import IO
 
 from .. import atomic
 from ..errors import QuadsError
+from . import network
 
 GRACE_S = 15.0
 LAUNCHER = "QUADS_LAUNCHER_PID"
 
 
 def free_port() -> int:
-    """A TCP port that the OS says is free on the loopback interface."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A free TCP port, from a random start below the ports that the kernel gives to clients.
+
+    A rank listens seconds after its port was chosen: one of the kernel's own choice may be a client's by then.
+    """
+    return network.free_port(network.port_candidates(str(secrets.randbelow(1 << 31))))
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_quads.launch.local import free_port
 from megatron_quads.rac.metadata import GemmSelection, LayerSelection, ModelShape, RacMetadata
 
 VOCAB = 500  # not a multiple of 128: Megatron pads it
@@ -165,13 +165,6 @@ class RankResult:
     returncode: int
     stdout: str
     stderr: str
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def quads(*words: str | Path, timeout: float = 400) -> subprocess.CompletedProcess[str]:

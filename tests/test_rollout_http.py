@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import requests
 import torch
-from helpers import free_port, make_tiny_hf
+from helpers import make_tiny_hf
 from rollout_helpers import HFReference, dequantized, half_metadata, write_export
 from safetensors.torch import load_file, save_file
 
 from megatron_quads.doctor_server import Served, check, parse
 from megatron_quads.errors import QuadsError
+from megatron_quads.launch.local import free_port
 from megatron_quads.rollout import HttpRollout
 from megatron_quads.rollout.http import ServerGone, server_command, server_environment
 
