@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from megatron_quads.launch.local import free_port
 from megatron_quads.rl.refit import Refitter
 
 NAME = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -35,15 +35,12 @@ def main() -> None:
         return sent
 
     Refitter.send = send_then_damage  # type: ignore[method-assign]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
     }
     from megatron_quads.cli import main as quads
 

@@ -69,8 +69,8 @@ def export_hf(
     """Collective: write the model as ``out``; every rank returns the same report or raises the same QuadsError.
 
     ``dtype`` is the one the trainer multiplies with: values are cast to it, then packed. Recipe bf16 gives a plain HF
-    checkpoint, recipe fp8 the same with a ``quantization_config``, by which its rollout quantises. ``extra_marker`` goes into the commit marker and must be the same for
-    byte-identical exports. QuadsError: K not a multiple of 16, NaN/Inf weights, RAC metadata missing, of another model
+    checkpoint, recipe fp8 the same with a ``quantization_config``, by which its rollout quantises. ``extra_marker``
+    goes into the commit marker and must be the same for byte-identical exports. QuadsError: K not a multiple of 16, NaN/Inf weights, RAC metadata missing, of another model
     or for other layers, ``out`` holding something that is not an export, a full disk. An old ``out`` survives them all.
     """
     layers = quads.quantized_layers(hf.num_layers) if quads.quantized_rollout else []
