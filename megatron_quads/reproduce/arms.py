@@ -46,21 +46,23 @@ def run_arms(root: Root, arms: Sequence[str], seeds: Sequence[int], *, max_secon
         wanted = [(a, s) for a, s in known if (not arms or a in arms) and (not seeds or s in seeds)]
     if not wanted:
         raise QuadsError("no arm has such a seed", where="--seed", do="see `quads reproduce status`")
-    kinds = {name: root.config.arm(name) for name, _ in wanted}
-    make_bases(root, [(k.ratio, k.policy, k.sort) for k in kinds.values() if k.base is not None])
     for arm, seed in wanted:
         with root.run_lock(arm, seed) as mine:
             if not mine:
                 print(f"{arm}, seed {seed}: in another process's hands", flush=True)
                 continue
-            if root.state(arm, seed)["state"] == "done":
+            done = root.state(arm, seed)["state"] == "done"
+            if not done and deadline is not None and time.monotonic() >= deadline:
+                print("time is up", flush=True)
+                return
+            kind = root.config.arm(arm)
+            if kind.base is not None:
+                make_bases(root, [(kind.ratio, kind.policy, kind.sort)])
+            if done:
                 root.claim(arm, seed, {})  # refuses one that other settings made
                 read_run(root, arm, seed)  # and one whose logs are damaged
                 print(f"{arm}, seed {seed}: done before", flush=True)
                 continue
-            if deadline is not None and time.monotonic() >= deadline:
-                print("time is up", flush=True)
-                return
             run_arm(root, arm, seed, deadline)
 
 

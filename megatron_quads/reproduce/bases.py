@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,23 @@ Selection = tuple[float, str, bool]
 
 
 def make_bases(root: Root, selections: Sequence[Selection]) -> None:
-    """Calibrate the warm checkpoint for each selection that is not there yet; a process that comes later waits."""
-    if not selections:
-        return
+    """Calibrate the warm checkpoint for each selection that is not there yet; a process that wants one of them waits."""
     warm = root.require_warm()
     wanted = {base_name(*s): s for s in selections}
-    with root.lock("bases"):
+    with ExitStack() as locks:
+        for name in sorted(wanted):  # in one order everywhere: no two processes wait for each other
+            locks.enter_context(root.lock(f"base-{name}"))
         missing = [(name, s) for name, s in wanted.items() if not _made_from(root.base(name), warm)]
         if not missing:
             return
         folder = atomic.make_folder(root.path / "bases")
         prompts = folder / "prompts.json"
         atomic.write_bytes(prompts, json.dumps(calibration_sequences(root.config, root.warm)).encode())
-        print(f"calibrating {len(missing)} selections", flush=True)
+        print(f"calibrating {', '.join(name for name, _ in missing)}", flush=True)
         parts = [{"out": str(root.base(name)), "ratio": r, "policy": p, "sort": s} for name, (r, p, s) in missing]
         settings = {"part": "calibrate", "model": str(root.warm), "prompts": str(prompts), "selections": parts}
         argv = [*root.config.flags(), "--quads-recipe", "quads"]
-        jobs.launch("reproduce", settings, argv, nproc=root.config.nproc, logs=folder / "logs")
+        jobs.launch("reproduce", settings, argv, nproc=root.config.nproc, logs=folder / f"logs-{missing[0][0]}")
         for name, _ in missing:
             atomic.write_json(_stamp(root.base(name)), {"warm": warm})
 

@@ -143,7 +143,7 @@ class Root:
 
     @contextmanager
     def lock(self, part: str) -> Iterator[None]:
-        """One process at a time makes a part (warm, bases, study, merge); others wait. A killed one holds nothing."""
+        """One process at a time makes a part (warm, a base, study, merge); others wait. A killed one holds nothing."""
         with open(self.path / f".lock-{part}", "a+") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
