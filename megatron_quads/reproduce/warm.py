@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,7 @@ def warm_job(job: jobs.Job) -> None:
     from ..checkpoint.export import export_hf
     from ..trainer.trainer import Trainer
 
+    _repeatable()
     config = check(job.settings["config"], where="job")
     root = Root(Path(job.settings["root"]), config)
     args, hf, quads = jobs.start(job, str(root.init))
@@ -109,6 +111,19 @@ def warm_job(job: jobs.Job) -> None:
         )
     marker = {"kind": "warm-up", "config": config.warm_hash, "steps": start, "pass@1": passed}
     export_hf(trainer.chunks, hf, quads, root.warm, rac=None, dtype=trainer.dtype, extra_marker=marker)
+
+
+def _repeatable() -> None:
+    """On a GPU: sums in a fixed order, so that a machine of the same kind makes the same checkpoint again.
+
+    Before Transformer Engine and cuBLAS are started, which read these variables. An operation that has no such form only warns.
+    """
+    import torch
+
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class _Judge:
