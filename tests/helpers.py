@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron_quads.launch.local import free_port
 from megatron_quads.rac.metadata import GemmSelection, LayerSelection, ModelShape, RacMetadata
 
+TIMES = {"step_s", "rollout_s", "logprobs_s", "update_s", "refit_s", "prove_s", "tokens_per_s"}
+"""Of a row of metrics.jsonl: what a clock gives."""
 VOCAB = 500  # not a multiple of 128: Megatron pads it
 
 

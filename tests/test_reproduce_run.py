@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import TIMES
 
 from megatron_quads.rl.metrics import read_rows
 
 pytestmark = pytest.mark.slow
-TIMES = {"step_s", "refit_s", "tokens_per_s"}
 STEPS = 4
 CONFIG: dict[str, Any] = {
     "scale": "a test",

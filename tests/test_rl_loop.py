@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import quads
+from helpers import TIMES, quads
 
 from megatron_quads.rl.metrics import read_rows
 
 pytestmark = pytest.mark.slow
-TIMES = {"step_s", "refit_s", "tokens_per_s"}
 TASK = ["--task", "spell_backward", "--task-config", '{"min_word_len": 4, "max_word_len": 6}']
 SMALL = ["--prompts-per-step", "4", "--samples-per-prompt", "4", "--max-new-tokens", "8", "--heldout", "8"]
 LAYOUT = ["--nproc", "2", "--expert-model-parallel-size", "2", "--lr", "1e-3", "--micro-batch-size", "8"]

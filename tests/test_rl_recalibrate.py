@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import quads
-from test_rl_loop import TIMES, rl
+from helpers import TIMES, quads
+from test_rl_loop import rl
 
 from megatron_quads import atomic
 from megatron_quads.checkpoint.hf import read_model_config

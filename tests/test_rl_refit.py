@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import quads
+from helpers import TIMES, quads
 from safetensors import safe_open
-from test_rl_loop import SMALL, TASK, TIMES, rl, rollout_pid
+from test_rl_loop import SMALL, TASK, rl, rollout_pid
 
 from megatron_quads.errors import QuadsError
 from megatron_quads.rl.config import RLConfig

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -42,13 +43,17 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
         s.before = s.before if s.before is not None else s.evaluate(s.start)
         for step in range(s.start, cfg.steps):
             started = time.monotonic()
-            batch, rollout_stats = s.sample(step)
-            old_logprobs, entropy = s.trainer.logprobs(batch["tokens"])
-            gap = gap_metrics(old_logprobs, batch["rollout_logprobs"], batch["mask"])
-            batch["old_logprobs"] = old_logprobs
-            if s.reference is not None:
-                batch["ref_logprobs"], _ = s.trainer.logprobs(batch["tokens"], chunks=s.reference)
-            update = s.update(step, batch)
+            s.seconds = {}
+            with s.timed("rollout_s"):
+                batch, rollout_stats = s.sample(step)
+            with s.timed("logprobs_s"):
+                old_logprobs, entropy = s.trainer.logprobs(batch["tokens"])
+                gap = gap_metrics(old_logprobs, batch["rollout_logprobs"], batch["mask"])
+                batch["old_logprobs"] = old_logprobs
+                if s.reference is not None:
+                    batch["ref_logprobs"], _ = s.trainer.logprobs(batch["tokens"], chunks=s.reference)
+            with s.timed("update_s"):
+                update = s.update(step, batch)
             selection = s.recalibrate(step + 1, batch)
             mismatch = s.refit(step + 1)
             row = {
@@ -57,6 +62,7 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
                 **update,
                 **selection,
                 **mismatch,
+                **s.seconds,
                 "entropy": masked_mean(entropy, batch["mask"]),
             }
             row["step_s"] = time.monotonic() - started
@@ -79,6 +85,7 @@ class Session:
         self.rollout: Rollout | None = None
         self.writer: MetricsWriter | None = None
         self.before: float | None = None
+        self.seconds: dict[str, float] = {}  # of the newest step's parts
         self.start = self.completed = 0  # completed: steps whose row is written and whose weights the trainer holds
         self.control = Control.from_environment()
         if cfg.recalibrate_every:
@@ -156,6 +163,13 @@ class Session:
         self.before = extra["before"]
         self.refitter.restore_selection(extra, str(self.folder.checkpoint(step)))
 
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Note how long a part of the step takes; every part ends in values that the host has."""
+        begin = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - begin
+
     def sample(self, step: int) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Roll out step ``step`` (0-based) from weights of that version; batch and statistics on every rank."""
         sampled: tuple[dict[str, Tensor], dict[str, float]] = on_rank0(
@@ -196,16 +210,16 @@ class Session:
 
     def refit(self, version: int) -> dict[str, float]:
         """Bring version ``version`` into the rollout, prove that both sides multiply with the same weights."""
-        started = time.monotonic()
         try:
-            sent = self.refitter.send(self.rollout, version)
-            seconds = time.monotonic() - started
+            with self.timed("refit_s"):
+                sent = self.refitter.send(self.rollout, version)
             self.refitter.prune(self.start)
-            bits = float(self.refitter.prove(self.rollout, version))
+            with self.timed("prove_s"):
+                bits = float(self.refitter.prove(self.rollout, version))
         except StopRequested:
             # the rollout is lost for good, the step is not: its row goes without the proof that the resumed run makes
             return {}
-        return {"refit_s": seconds, **sent, "weight_bits_mismatched": bits}
+        return {**sent, "weight_bits_mismatched": bits}
 
     def finish_step(self, step: int, row: dict[str, float]) -> None:
         """Write the row, save when it is due, say where the run is; StopRequested when the launcher wants its end."""

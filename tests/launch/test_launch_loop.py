@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import TIMES
 from slurm_cluster import Cluster, Launch
 
 from megatron_quads.rl.metrics import read_rows
@@ -14,7 +15,6 @@ from megatron_quads.rl.tasks import make_task
 from megatron_quads.rl.tiny import TinyModel, make_tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-TIMES = {"step_s", "refit_s", "tokens_per_s"}
 WORDS = {"min_word_len": 4, "max_word_len": 6}
 
 
