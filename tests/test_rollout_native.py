@@ -21,8 +21,8 @@ from megatron_quads.kernels import nvfp4, rac
 from megatron_quads.kernels.rac import frontend
 from megatron_quads.rollout import native_gemm
 from megatron_quads.rollout.backends import ActivationPlan, EmulationBackend, PackedExperts
-from megatron_quads.rollout.client import engine_environment
 from megatron_quads.rollout.prepared import PreparedPlan
+from megatron_quads.rollout.process import engine_environment
 
 E, H, INTER, K = 6, 96, 80, 2
 CPU = torch.device("cpu")

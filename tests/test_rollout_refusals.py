@@ -19,7 +19,7 @@ from megatron_quads import atomic, doctor_server
 from megatron_quads.errors import QuadsError
 from megatron_quads.rac.metadata import SIDECAR, RacMetadata
 from megatron_quads.rollout import LocalRollout
-from megatron_quads.rollout.client import engine_environment
+from megatron_quads.rollout.process import engine_environment
 
 pytestmark = pytest.mark.slow
 EXPERT = "model.layers.1.mlp.experts.3"

@@ -19,8 +19,8 @@ from megatron_quads.errors import QuadsError
 from megatron_quads.kernels import rac
 from megatron_quads.patches import registry, vllm_sleep
 from megatron_quads.rollout.backends import ActivationPlan
-from megatron_quads.rollout.client import engine_environment
 from megatron_quads.rollout.prepared import PreparedPlan
+from megatron_quads.rollout.process import engine_environment
 
 DISCARDED = "a level 2 sleep discarded the weights [rollout worker]; refit it, or update from a folder"  # one line, as users see it
 

@@ -13,14 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..checkpoint.hf import HFModel
-from ..checkpoint.load import load_hf
 from ..config import QuadsConfig
 from ..rac.refresh import require_selectable
+from ..rollout.process import EngineProcess
 from ..rollout.types import Rollout
-from ..trainer.model import build
 from ..trainer.trainer import Trainer
 from .config import RLConfig
 from .control import Control, StopRequested
@@ -31,6 +30,7 @@ from .ranks import on_rank0, share
 from .refit import Refitter
 from .runfolder import RunFolder
 from .sampler import Sampler
+from .setup import early_engine, reference_model
 
 
 def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool) -> dict[str, Any]:
@@ -39,7 +39,11 @@ def train(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConf
     When the launcher asks for it, the run saves and ends between two steps (or while it waits for a rollout): nothing
     is returned then, and ``--resume`` goes on.
     """
-    with contextlib.suppress(StopRequested), Session(args, hf, quads, cfg, resume=resume) as s:
+    with (
+        contextlib.suppress(StopRequested),
+        early_engine(cfg) as engine,
+        Session(args, hf, quads, cfg, resume=resume, engine=engine) as s,
+    ):
         s.before = s.before if s.before is not None else s.evaluate(s.start)
         for step in range(s.start, cfg.steps):
             started = time.monotonic()
@@ -77,8 +81,16 @@ class Session:
     """State of a run on one rank: trainer everywhere; rollout and writer on rank 0."""
 
     def __init__(
-        self, args: argparse.Namespace, hf: HFModel, quads: QuadsConfig, cfg: RLConfig, *, resume: bool
+        self,
+        args: argparse.Namespace,
+        hf: HFModel,
+        quads: QuadsConfig,
+        cfg: RLConfig,
+        *,
+        resume: bool,
+        engine: EngineProcess | None,
     ) -> None:
+        self.engine = engine
         self.args, self.hf, self.quads, self.cfg, self.resume = args, hf, quads, cfg, resume
         self.rank0 = dist.get_rank() == 0
         self.folder = RunFolder(cfg.out)
@@ -120,7 +132,7 @@ class Session:
 
     def _start_rollout(self) -> None:
         self.rollout = self.refitter.start_rollout(
-            self.cfg, self.start, context=self.sampler.context, control=self.control
+            self.cfg, self.start, context=self.sampler.context, control=self.control, process=self.engine
         )
         self.folder.write_status("running", self.start)
 
@@ -248,12 +260,3 @@ class Session:
         if self.rank0:
             self.folder.write_status("done", self.cfg.steps, **result)
         return result
-
-
-def reference_model(args: argparse.Namespace, hf: HFModel, quads: QuadsConfig) -> list[nn.Module]:
-    """A frozen copy of the starting policy, sharded like the trainer, without DDP or optimizer."""
-    chunks = build(args, hf, quads)
-    load_hf(chunks, hf)
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-    return chunks

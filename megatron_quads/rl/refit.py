@@ -17,6 +17,7 @@ from ..digest import require_same_form
 from ..errors import MismatchError
 from ..rac.metadata import SELECTION, required_rac, saved_selection
 from ..rac.recalibrate import recalibrate
+from ..rollout.process import EngineProcess
 from ..rollout.types import Rollout
 from ..trainer.trainer import Trainer
 from .config import RLConfig
@@ -139,7 +140,9 @@ class Refitter:
             extra_marker={"version": version},
         )
 
-    def start_rollout(self, cfg: RLConfig, version: int, *, context: int, control: Control) -> Rollout:
+    def start_rollout(
+        self, cfg: RLConfig, version: int, *, context: int, control: Control, process: EngineProcess | None
+    ) -> Rollout:
         """Rank 0: start (or connect to) vLLM on the exported folder and check that RAC is active in every worker."""
         from ..rollout.client import LocalRollout
 
@@ -153,7 +156,7 @@ class Refitter:
                 max_model_len=context,
                 max_num_seqs=min(sequences, 256),
                 seed=cfg.seed,
-                log=self.folder.logs / "rollout.log",
+                process=process,
             )
         elif cfg.rollout == "launch":
             from ..rollout.pool import PoolRollout, require_servers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -232,6 +233,9 @@ def main() -> None:
     os.set_inheritable(lifeline, False)
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     connection = Connection(sock)
+    if not connection.poll(0):  # the trainer is still being built; settings that are there may be refused without vLLM
+        with contextlib.suppress(Exception):  # Engine imports it again and reports the fault
+            from vllm import LLM  # noqa: F401
     _serve(connection, connection.recv())
 
 

@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from .. import atomic
 from ..checkpoint.hf import read_model_config
 from ..errors import QuadsError
 from ..rac.select import Unit
 from ..rac.statistics import Moments, ResidualEnergy
 from .collect import collect
 from .flat import Chunk, Sent, send
+from .process import EngineProcess
 from .types import RolloutInfo, Sample, merge_infos, record_routes, require_fit, require_mode
-
-# a launcher's rank variables would make the child's single-process engine join the trainer's world
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def engine_environment() -> dict[str, str]:
-    """Environment of a process that runs vLLM; what the user set wins."""
-    env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
-    defaults = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if not torch.cuda.is_available():
-        # no compiler on the CPU path, and no pinning of threads to cores that the trainer shares
-        defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    return {**defaults, **env}
 
 
 class LocalRollout:
     """Rollout in a child process of this one (see ``types.Rollout``).
 
     The child logs to ``log``. When it dies every call raises QuadsError at once; when this process dies the child ends.
-    ``max_model_len`` counts prompt plus response. ``engine_args`` go to ``vllm.LLM`` as they are.
+    ``max_model_len`` counts prompt plus response. ``engine_args`` go to ``vllm.LLM`` as they are. ``process``: one that
+    was started before, so that it has imported vLLM by now; ``log`` is its own then.
     """
 
     def __init__(
@@ -63,6 +37,7 @@ class LocalRollout:
         seed: int = 0,
         log: str | Path | None = None,
         engine_args: dict[str, Any] | None = None,
+        process: EngineProcess | None = None,
     ) -> None:
         limit = read_model_config(checkpoint).max_position
         if max_model_len > limit:
@@ -72,14 +47,8 @@ class LocalRollout:
         self.max_model_len = max_model_len
         # scoring generates one token more than it is given
         self._context = min(max_model_len + 1, limit)
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        if log is None:
-            handle, name = tempfile.mkstemp(prefix="quads-rollout-", suffix=".log")
-            os.close(handle)
-            log = name
-        self.log = Path(log)
-        self._spawn()
+        self._process = process or EngineProcess(log)
+        self.log = self._process.log
         settings = {
             "checkpoint": str(checkpoint),
             "dtype": dtype,
@@ -89,7 +58,7 @@ class LocalRollout:
             "extra": engine_args or {},
         }
         try:
-            self._exchange(settings)
+            self._process.exchange(settings)
         except BaseException:
             self.close()
             raise
@@ -97,59 +66,10 @@ class LocalRollout:
     @property
     def pid(self) -> int:
         """Process id of the child."""
-        assert self._process is not None
         return self._process.pid
 
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._lifeline, child_lifeline = socket.socketpair()
-        atomic.make_folder(self.log.parent)
-        env = {**engine_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        try:
-            with open(self.log, "ab") as log:
-                fds = (theirs.fileno(), child_lifeline.fileno())
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "megatron_quads.rollout.child", *map(str, fds)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    pass_fds=fds,
-                )
-        except OSError as e:
-            raise QuadsError(f"cannot start the rollout: {e}", where=str(self.log), do="check the log's folder") from e
-        theirs.close()
-        child_lifeline.close()
-        self._connection = Connection(ours.detach())
-
-    def _exchange(self, message: Any) -> Any:
-        with self._lock:
-            if self._process is None:
-                raise QuadsError("the rollout is closed", where=str(self.log), do="start another one")
-            try:
-                self._connection.send(message)
-                # EOF tells of a dead child at once; a grandchild that kept the socket open must not hide it
-                while not self._connection.poll(1.0):
-                    if self._process.poll() is not None and not self._connection.poll(0):
-                        raise EOFError
-                kind, value = self._connection.recv()
-            except (EOFError, OSError) as e:
-                raise self._died() from e
-        if kind == "refused":
-            what, where, do = value
-            raise QuadsError(what, where=where, do=do)
-        if kind == "failed":
-            raise QuadsError(f"rollout failed: {value}", where=str(self.log), do="read the log")
-        return value
-
-    def _died(self) -> QuadsError:
-        assert self._process is not None
-        code = self._process.wait()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return QuadsError(f"rollout process died ({how})", where=str(self.log), do="read the log, then resume the run")
-
     def _call(self, method: str, **arguments: Any) -> Any:
-        return self._exchange((method, arguments))
+        return self._process.exchange((method, arguments))
 
     def _workers(self, name: str, **arguments: Any) -> list[Any]:
         return self._call("workers", name=name, arguments=arguments)
@@ -264,17 +184,8 @@ class LocalRollout:
         self._workers("assert_active")
 
     def close(self) -> None:
-        """End the child (its own way first, then by signal). Harmless when already closed."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        self._connection.close()
-        self._lifeline.close()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        """End the child. Harmless when already closed."""
+        self._process.close()
 
     def __enter__(self) -> Self:
         return self

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import QuadsError
-from .client import engine_environment
 from .kernel_choice import choose_here
+from .process import engine_environment
 from .types import (
     TRANSFER_BACKEND,
     RolloutInfo,
