@@ -33,7 +33,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("refit", ["flat", "folder"])
 def test_graphs_follow_a_new_selection(tmp_path: Path, refit: str) -> None:
-    """The audit after each refit has the worker's own reading of the blocks that its graphs hold; a resumed run goes on."""
+    """Each version is proven with the selection whose hash the worker acknowledged; a resumed run goes on with its own."""
     base, out = _base(tmp_path), tmp_path / "run"
     words = ["rl", "--model", base, "--out", out, *TASK, *SMALL, *LAYOUT, "--quads-recipe", "quads", "--refit", refit]
     words += ["--recalibrate-every", "2", "--save-every", "2"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,22 @@ def test_an_archive_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkey
     with pytest.raises(QuadsError, match="No space left"):
         root.pack(out / "logs.tar.gz")
     assert list(out.iterdir()) == []
+
+
+def test_an_archive_tells_nothing_of_where_it_was_made(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "root", seeds=1)
+    for arm in ("bf16", "ours"):
+        settings = {"rl": {"model": f"{tmp_path}/m", "out": f"{tmp_path}/o", "steps": 3}, "version": "1"}
+        (root.run(arm, 0) / "run.json").write_text(json.dumps(settings))
+    root.pack(tmp_path / "logs.tar.gz")
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        archive.extractall(tmp_path / "there", filter="data")
+    for arm, model in (("bf16", "warm"), ("ours", "bases/adaptive-sorted-0.5")):
+        held = json.loads((tmp_path / "there" / "arms" / arm / "seed-0" / "run.json").read_text())
+        assert held == {"rl": {"model": model, "out": f"arms/{arm}/seed-0", "steps": 3}, "version": "1"}
+    files = [f for f in (tmp_path / "there").rglob("*") if f.is_file()]
+    assert files and not any(str(tmp_path).encode() in f.read_bytes() for f in files)
+    assert str(tmp_path) in (root.run("ours", 0) / "run.json").read_text()  # the run itself stays as it is
 
 
 def test_a_damaged_run_is_not_done_and_an_archive_mends_it(tmp_path: Path) -> None:

@@ -215,13 +215,12 @@ def test_fifty_refits_equal_a_fresh_engine(engines: Engines) -> None:
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes that a process holds on the GPU (of all processes, where NVML tells no more): neighbours move what is free."""
+    """Bytes that a process holds on the GPU; what is free on all of it moves with its neighbours."""
     import pynvml
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    found = {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-    return found.get(pid) or pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    return {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}[pid]
 
 
 def test_sleep_and_wake(engines: Engines) -> None:

@@ -171,10 +171,22 @@ class Root:
         made = io.BytesIO()  # logs alone: some megabytes
         with tarfile.open(fileobj=made, mode="w:gz") as archive:
             for name in names:
-                archive.add(self.path / name, arcname=name)
+                data = self._without_paths(self.path / name)
+                entry = tarfile.TarInfo(name)
+                entry.size, entry.mtime = len(data), int((self.path / name).stat().st_mtime)
+                archive.addfile(entry, io.BytesIO(data))
         atomic.make_folder(out.parent)
         atomic.write_bytes(out, made.getvalue())
         return names
+
+    def _without_paths(self, file: Path) -> bytes:
+        """A log as an archive holds it: run.json names model and run as they lie in the root, wherever that was."""
+        if file.name != "run.json":
+            return file.read_bytes()
+        run, settings = file.parent.relative_to(self.path), _read(file)
+        base = self.base(self.config.arm(run.parts[1]).base)
+        settings["rl"] |= {"model": str(base.relative_to(self.path)), "out": str(run)}
+        return json.dumps(settings, indent=1).encode()
 
     @classmethod
     def like(cls, path: Path, archive: Path) -> Root:

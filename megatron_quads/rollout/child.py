@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
@@ -234,8 +233,10 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     connection = Connection(sock)
     if not connection.poll(0):  # the trainer is still being built; settings that are there may be refused without vLLM
-        with contextlib.suppress(Exception):  # Engine imports it again and reports the fault
+        try:
             from vllm import LLM  # noqa: F401
+        except Exception:  # noqa: BLE001  Engine imports it again, and its reply tells the parent
+            traceback.print_exc()
     _serve(connection, connection.recv())
 
 
