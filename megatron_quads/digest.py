@@ -21,33 +21,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import QuadsError
+from .kernels.nvfp4 import has_kernels
 
 FORM = "w1"  # of a digest: others cannot be compared with it
 ROW = 1024
+SLAB = 4096  # digests that are read from a device together
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # SplitMix64's
 _SUMS = 2
 
 
 class Digests:
-    """Collects digests by name on the devices; ``finish`` waits for them once."""
+    """Collects digests by name on the devices; ``finish`` waits for them. On a GPU a tensor costs one launch."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._sizes: list[int] = []
-        self._sums: list[Tensor] = []
+        self._slabs: list[Tensor] = []  # int64 [SLAB, _SUMS] each, filled in order
+        self._used: list[int] = []  # rows of each slab
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Queue the digest of a tensor's contiguous bytes; the tensor may change afterwards (on the same stream)."""
+        if not self._slabs or self._used[-1] == SLAB or self._slabs[-1].device != tensor.device:
+            self._slabs.append(torch.zeros(SLAB, _SUMS, dtype=torch.int64, device=tensor.device))
+            self._used.append(0)
+        _add_sums(tensor, self._slabs[-1][self._used[-1]])
+        self._used[-1] += 1
         self._names.append(name)
         self._sizes.append(tensor.nbytes)
-        self._sums.append(_sums(tensor))
 
     def finish(self) -> dict[str, str]:
         """Name -> digest, of all that was added."""
-        if not self._names:
-            return {}
-        device = self._sums[0].device
-        values = torch.stack([s.to(device) for s in self._sums]).tolist()
+        values = [row for slab, used in zip(self._slabs, self._used, strict=True) for row in slab[:used].tolist()]
         return {
             name: f"{FORM}:{size:x}:" + "".join(f"{v % 2**64:016x}" for v in found)
             for name, size, found in zip(self._names, self._sizes, values, strict=True)
@@ -73,30 +77,43 @@ def require_same_form(digests: Mapping[str, str], *, where: str) -> None:
 
 
 def differing_bits(a: Tensor, b: Tensor) -> int:
-    """Bits in which two tensors of one shape and dtype differ; ValueError when they are not. Counted on the host."""
+    """Bits in which two tensors of one shape and dtype differ; ValueError when they are not."""
+    return int(queued_differing_bits(a, b))
+
+
+def queued_differing_bits(a: Tensor, b: Tensor) -> Tensor:
+    """As ``differing_bits``, int64 [] on the device of ``a``, for which nothing has waited yet."""
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"{a.dtype}{tuple(a.shape)} and {b.dtype}{tuple(b.shape)} are not comparable")
-    x, y = (t.detach().contiguous().cpu().view(-1).view(torch.uint8) for t in (a, b))
-    table = torch.tensor([i.bit_count() for i in range(256)], dtype=torch.int64)
-    return int(table[(x ^ y).int()].sum())
+    x, y = (t.detach().to(a.device).contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return _bit_counts(a.device)[(x ^ y).int()].sum()
 
 
-def _sums(tensor: Tensor) -> Tensor:
+@functools.cache
+def _bit_counts(device: torch.device) -> Tensor:
+    return torch.tensor([i.bit_count() for i in range(256)], dtype=torch.int64, device=device)
+
+
+def _add_sums(tensor: Tensor, out: Tensor) -> None:
+    """Add a tensor's sums to int64 [_SUMS] on its device."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.numel() % 4:
         flat = F.pad(flat, (0, -flat.numel() % 4))
     if flat.storage_offset() % 4:
         flat = flat.clone()
     words = flat.view(torch.int32)
+    if has_kernels(tensor.device) and words.numel():
+        from .kernels.digest import add_sums
+
+        add_sums(words, _columns(tensor.device), out)
+        return
     whole = words.numel() // ROW
     rows, rest = words[: whole * ROW].view(whole, ROW), words[whole * ROW :]
-    columns, places = _columns(tensor.device), _odd(torch.arange(whole + 1, device=tensor.device))
-    out = []
-    for c in columns:
+    places = _odd(torch.arange(whole + 1, device=tensor.device))
+    for i, c in enumerate(_columns(tensor.device)):
         by_row = torch.cat([_rows(rows, c), (rest * c[: rest.numel()]).sum().view(1)])
-        out.append((by_row * places).sum())
+        out[i] += (by_row * places).sum()
         places = _odd(places)
-    return torch.stack(out)
 
 
 def _rows(rows: Tensor, c: Tensor) -> Tensor:
@@ -107,10 +124,9 @@ def _rows(rows: Tensor, c: Tensor) -> Tensor:
 
 
 @functools.cache
-def _columns(device: torch.device) -> tuple[Tensor, ...]:
-    """int64 [ROW] of odd weights for each sum."""
-    made = _odd(torch.arange(_SUMS * ROW, device=device) + (1 << 40))
-    return tuple(made.view(_SUMS, ROW).unbind())
+def _columns(device: torch.device) -> Tensor:
+    """int64 [_SUMS, ROW] of odd weights: a row for each sum."""
+    return _odd(torch.arange(_SUMS * ROW, device=device) + (1 << 40)).view(_SUMS, ROW)
 
 
 def _odd(at: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from .prepared import PreparedPlan
 
 logger = init_logger(__name__)
 STEMS = ("w13", "w2")
+UNPACKED = 1 << 24  # elements that an audit holds in fp32 at a time
 
 
 class RacMarlinExperts(MarlinExperts):
@@ -203,9 +204,18 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
             weight, scale, top = (
                 getattr(layer, f"{stem}_{s}").data for s in ("weight", "weight_scale", "weight_scale_2")
             )
-            codes, s8, scale_2 = from_marlin(MarlinGemm(weight, scale, top, self._factors[stem]), self._dtype)
-            experts = zip(codes, s8, scale_2, strict=True)
-            out.append(torch.stack([nvfp4.dequantize(c, s, g, self._dtype) for c, s, g in experts]))
+            values: Tensor | None = None
+            step = max(1, UNPACKED // (scale[0].numel() * nvfp4.BLOCK))
+            for first in range(0, len(weight), step):
+                part = slice(first, first + step)
+                gemm = MarlinGemm(weight[part], scale[part], top[part], self._factors[stem])
+                codes, s8, scale_2 = from_marlin(gemm, self._dtype)
+                some = nvfp4.dequantize(codes, s8, scale_2.view(-1, 1, 1), self._dtype)
+                if values is None:
+                    values = some.new_empty(len(weight), *some.shape[1:])
+                values[part] = some
+            assert values is not None
+            out.append(values)
         return out[0], out[1]
 
     def apply(  # type: ignore[override]

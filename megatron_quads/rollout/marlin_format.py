@@ -41,23 +41,18 @@ def to_marlin(codes: Tensor, s8: Tensor, scale_2: Tensor, dtype: torch.dtype) ->
 
 
 def repack(codes: Tensor) -> Tensor:
-    """uint8 [E, N, K/2] -> Marlin's int32 [E, K/16, 2 N]. CUDA only."""
-    _, n, half = codes.shape
-    out: Tensor | None = None
-    for e, one in enumerate(codes):
-        packed = _repack_one(one.contiguous().view(torch.int32).T.contiguous(), 2 * half, n)
-        if out is None:
-            out = packed.new_empty(codes.shape[0], *packed.shape)
-        out[e] = packed
-    assert out is not None
-    return out
+    """uint8 [E, N, K/2] -> Marlin's int32 [E, K/16, 2 N], in two launches. CUDA only.
 
-
-def _repack_one(weight: Tensor, k: int, n: int) -> Tensor:
-    given: dict[str, Any] = {"b_q_weight": weight, "size_k": k, "size_n": n, "num_bits": 4, "is_a_8bit": False}
+    The tiles of 16 along K are moved one by one, so experts may lie behind each other along K.
+    """
+    experts, n, half = codes.shape
+    words = codes.contiguous().view(torch.int32).transpose(1, 2).reshape(experts * half // 4, n)
+    given: dict[str, Any] = {
+        "b_q_weight": words, "size_k": 2 * half * experts, "size_n": n, "num_bits": 4, "is_a_8bit": False
+    }  # fmt: skip
     if "perm" in inspect.signature(ops.gptq_marlin_repack).parameters:  # vLLM 0.26
-        given["perm"] = torch.empty(0, dtype=torch.int, device=weight.device)
-    return ops.gptq_marlin_repack(**given)
+        given["perm"] = torch.empty(0, dtype=torch.int, device=codes.device)
+    return ops.gptq_marlin_repack(**given).view(experts, half // 8, 2 * n)
 
 
 def scales_to_marlin(s8: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
@@ -92,29 +87,30 @@ def from_marlin(gemm: MarlinGemm, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     """Inverse of ``to_marlin``: (codes uint8 [E, N, K/2], block scales e4m3 [E, N, K/16], scale_2 fp32 [E])."""
     experts, blocks, n = gemm.scale.shape
     k = blocks * nvfp4.BLOCK
-    order = _weight_order(n, k, str(gemm.weight.device)).long()
-    codes = torch.empty(experts, n * k, dtype=torch.uint8, device=gemm.weight.device)
-    for e in range(experts):
-        codes[e, order] = _nibbles(gemm.weight[e])
+    place = _nibble_place(n, k, str(gemm.weight.device))
+    codes = _nibbles(gemm.weight.view(experts, -1)).index_select(1, place).view(experts, n, k)
     scale_2 = gemm.scale_2 * gemm.factor / 2.0 ** GLOBAL_EXPONENT[dtype]
-    return nvfp4.pack(codes.view(experts, n, k)), scales_from_marlin(gemm.scale, gemm.factor), scale_2
+    return nvfp4.pack(codes), scales_from_marlin(gemm.scale, gemm.factor), scale_2
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    flat = words.contiguous().view(torch.uint8).flatten()
-    return torch.stack([flat & 15, flat >> 4], -1).flatten()
+    """int32 [E, words] -> uint8 [E, 8 words]."""
+    flat = words.contiguous().view(torch.uint8)
+    return torch.stack([flat & 15, flat >> 4], -1).flatten(1)
 
 
 @functools.lru_cache(maxsize=4)
-def _weight_order(n: int, k: int, device: str) -> Tensor:
-    """int32 [n k]: the element of [n, k] that each nibble of a repacked expert came from."""
+def _nibble_place(n: int, k: int, device: str) -> Tensor:
+    """int32 [n k]: the nibble of a repacked expert that each element of [n, k] went to."""
     index = torch.arange(n * k, dtype=torch.int32, device=device)
-    order = torch.zeros_like(index)
+    order = torch.zeros_like(index)  # the element that each nibble came from
     for shift in range(0, 32, 4):
         if (n * k - 1) >> shift == 0:
             break
         digit = ((index >> shift) & 15).to(torch.uint8).view(1, n, k)
-        order |= _nibbles(repack(nvfp4.pack(digit))[0]).to(torch.int32) << shift
+        order |= _nibbles(repack(nvfp4.pack(digit)).view(1, -1))[0].to(torch.int32) << shift
     if not torch.equal(order.sort().values, index):
         raise RuntimeError(f"Marlin's repack of [{n}, {k}] is not a permutation")
-    return order
+    place = torch.empty_like(order)
+    place[order.long()] = index
+    return place

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..digest import Digests, differing_bits
+from ..digest import Digests, queued_differing_bits
 from ..errors import QuadsError
 from ..launch.health import identity
 from . import sleep
@@ -88,7 +88,7 @@ def _count_bits(worker: Any, file: str) -> dict[str, int]:
 
     _engine(worker)
     sleep.require_whole(worker)
-    out: dict[str, int] = {}
+    out: dict[str, torch.Tensor] = {}
     try:
         with safe_open(file, framework="pt") as reader:
             names = set(reader.keys())
@@ -102,10 +102,10 @@ def _count_bits(worker: Any, file: str) -> dict[str, int]:
                         where=file,
                         do="compare what the trainer multiplies with, in the rollout's dtype",
                     )
-                out[name] = differing_bits(tensor, other)
+                out[name] = queued_differing_bits(tensor, other)
     except (OSError, SafetensorError) as e:
         raise QuadsError(f"cannot read: {e}", where=file, do="give a safetensors file") from e
-    return out
+    return dict(zip(out, torch.stack([*out.values()]).tolist(), strict=True)) if out else {}
 
 
 def _set_activation(worker: Any, mode: str) -> None:
