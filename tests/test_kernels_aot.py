@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from megatron_quads.kernels import digest
 from megatron_quads.kernels.nvfp4 import triton as nvfp4
 from megatron_quads.kernels.nvfp4.device import NO_CONTRACTION
 from megatron_quads.kernels.rac import gemm, launch
@@ -37,7 +38,8 @@ POINTERS = {
     "x_ptr": "*bf16", "out_ptr": "*bf16", "scale_ptr": "*fp32", "codes_ptr": "*u8", "s8_ptr": "*fp8e4nv",
     "rows_ptr": "*i64", "tiles_ptr": "*i64", "amax_ptr": "*fp32", "order_ptr": "*i32", "scale_out_ptr": "*fp32",
     "a_ptr": "*u8", "a_s8_ptr": "*fp8e4nv", "a_scale_ptr": "*fp32", "w_ptr": "*u8", "w_s8_ptr": "*fp8e4nv",
-    "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "blocks_ptr": "*i32",
+    "w_scale_ptr": "*fp32", "offsets_ptr": "*i32", "blocks_ptr": "*i32", "words_ptr": "*i32", "columns_ptr": "*i64",
+    "sums_ptr": "*i64",
 }  # fmt: skip
 DIVISIBLE = ("N", "K", "x_stride")
 
@@ -108,6 +110,7 @@ def variants(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[s
                      "HEAD": head, "TAIL": tail, "SLOW": rac.SLOW_BLOCKS, "PDL": True}  # fmt: skip
         warps, limit = launch.packed_options(tokens, head, tail, not codes, silu, capability // 10)
         yield name, packed_rows_kernel, constants, NO_CONTRACTION | {"num_warps": warps, "maxnreg": limit}
+    yield "digest", digest.digest_kernel, {"ROWS": digest.ROWS}, {"num_warps": digest.WARPS}
     for name, listed in (("GEMM, listed blocks", True), ("GEMM, leading blocks", False)):
         for tokens in (16, 64, 512) if capability == 90 and listed else (512,):
             shape = gemm.tile_shape(tokens, capability // 10)

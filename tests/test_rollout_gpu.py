@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megatron_quads.checkpoint.mapping import Unit
 from megatron_quads.checkpoint.packing import encoded
+from megatron_quads.digest import Digests
 from megatron_quads.errors import QuadsError
 from megatron_quads.kernels import nvfp4
 from megatron_quads.rollout import LocalRollout
@@ -282,14 +284,19 @@ def _layer_of_30b(w13: Tensor, w2: Tensor) -> Iterator[tuple[Unit, list[Tensor]]
 
 
 def test_refit_cost_of_30b_a3b() -> None:
-    """Pack and send one layer of 128 experts as `quads rl` does, convert and copy it; 48 such layers are the model."""
+    """Pack and send one layer of 128 experts as `quads rl` does, convert and copy it; 48 such layers are the model.
+
+    Then the digests by which both sides are compared after it: of the trainer's tensors, and of Marlin's read back.
+    """
+    from megatron_quads.rollout.marlin_format import dequantized as from_gemm
     from megatron_quads.rollout.marlin_format import to_marlin
 
     w13 = torch.randn(128, 1536, 2048, device="cuda", dtype=BF16)
     w2 = torch.randn(128, 2048, 768, device="cuda", dtype=BF16)
     held = [to_marlin(*_packed(128, w.shape[1], w.shape[2]), BF16) for w in (w13, w2)]
-    seconds, size = {"pack": [], "load": []}, 0  # type: ignore[var-annotated]
-    for _ in range(4):
+    seconds: dict[str, list[float]] = {"pack": [], "load": [], "prove trainer": [], "prove rollout": []}
+    size = 0
+    for _ in range(5):
         kept: list[Chunk] = []
 
         def chunks(kept: list[Chunk] = kept) -> Iterator[Chunk]:
@@ -297,23 +304,45 @@ def test_refit_cost_of_30b_a3b() -> None:
                 kept.append(chunk)
                 yield chunk
 
-        torch.cuda.synchronize()
-        begin = time.monotonic()
-        sent = send(lambda **message: None, chunks(), 1, rac_hash=None)
-        torch.cuda.synchronize()
-        middle = time.monotonic()
-        t = kept[0].tensors
-        for old, key in zip(held, ("w13", "w2"), strict=True):
-            new = to_marlin(t[key], t[f"{key}_scale"].view(torch.float8_e4m3fn), t[f"{key}_scale_2"], BF16)
-            for a, b in zip(old[:3], new[:3], strict=True):
-                a.copy_(b)  # type: ignore[union-attr]
-        torch.cuda.synchronize()
-        seconds["pack"].append(middle - begin)
-        seconds["load"].append(time.monotonic() - middle)
+        with _timed(seconds["pack"]):
+            sent = send(lambda **message: None, chunks(), 1, rac_hash=None)
+        with _timed(seconds["load"]):
+            t = kept[0].tensors
+            for i, key in enumerate(("w13", "w2")):
+                new = to_marlin(t[key], t[f"{key}_scale"].view(torch.float8_e4m3fn), t[f"{key}_scale_2"], BF16)
+                for a, b in zip(held[i][:3], new[:3], strict=True):
+                    a.copy_(b)  # type: ignore[union-attr]
+                held[i] = held[i]._replace(factor=new.factor)
+        amax = [w.abs().amax((1, 2)).float() for w in (w13, w2)]
+        values = [torch.stack(nvfp4.grouped_qdq([*w], top)) for w, top in zip((w13, w2), amax, strict=True)]
+        with _timed(seconds["prove trainer"]):
+            wanted = _digests(values)
+        del values
+        with _timed(seconds["prove rollout"]):
+            found = _digests([from_gemm(gemm, BF16) for gemm in held])
+        assert found == wanted
         size = sent.bytes
-    best = {k: 48 * sorted(v)[len(v) // 2] for k, v in seconds.items()}
+    best = {k: round(48 * sorted(v)[len(v) // 2], 3) for k, v in seconds.items()}
     bf16 = w13.nbytes + w2.nbytes
     print(
         f"refit of 48 layers: {best} s; {48 * size / 2**30:.2f} GiB, BF16 {48 * bf16 / 2**30:.2f} GiB, {bf16 / size:.2f} x"
     )
     assert bf16 / size >= 3.4
+
+
+@contextlib.contextmanager
+def _timed(store: list[float]) -> Iterator[None]:
+    torch.cuda.synchronize()
+    begin = time.monotonic()
+    yield
+    torch.cuda.synchronize()
+    store.append(time.monotonic() - begin)
+
+
+def _digests(stacks: list[torch.Tensor]) -> dict[str, str]:
+    found = Digests()
+    for i, stack in enumerate(stacks):
+        for e, weight in enumerate(stack):
+            for j, part in enumerate(weight.chunk(2 - i)):
+                found.add(f"{i}.{e}.{j}", part)
+    return found.finish()

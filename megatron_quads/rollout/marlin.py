@@ -24,17 +24,15 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Stat
 from vllm.model_executor.utils import replace_parameter
 
 from ..errors import QuadsError
-from ..kernels import nvfp4
 from . import checks
 from .backends import ExpertBackend, PackedExperts
 from .kernel_choice import describe
-from .marlin_format import MarlinGemm, from_marlin, to_marlin
+from .marlin_format import MarlinGemm, dequantized, to_marlin
 from .moe import ModelOptQuadsMoEMethod
 from .prepared import PreparedPlan
 
 logger = init_logger(__name__)
 STEMS = ("w13", "w2")
-UNPACKED = 1 << 24  # elements that an audit holds in fp32 at a time
 
 
 class RacMarlinExperts(MarlinExperts):
@@ -204,18 +202,7 @@ class ModelOptQuadsMarlinMethod(ModelOptQuadsMoEMethod):
             weight, scale, top = (
                 getattr(layer, f"{stem}_{s}").data for s in ("weight", "weight_scale", "weight_scale_2")
             )
-            values: Tensor | None = None
-            step = max(1, UNPACKED // (scale[0].numel() * nvfp4.BLOCK))
-            for first in range(0, len(weight), step):
-                part = slice(first, first + step)
-                gemm = MarlinGemm(weight[part], scale[part], top[part], self._factors[stem])
-                codes, s8, scale_2 = from_marlin(gemm, self._dtype)
-                some = nvfp4.dequantize(codes, s8, scale_2.view(-1, 1, 1), self._dtype)
-                if values is None:
-                    values = some.new_empty(len(weight), *some.shape[1:])
-                values[part] = some
-            assert values is not None
-            out.append(values)
+            out.append(dequantized(MarlinGemm(weight, scale, top, self._factors[stem]), self._dtype))
         return out[0], out[1]
 
     def apply(  # type: ignore[override]

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_u
 
 from ..kernels import nvfp4
 
+UNPACKED = 1 << 24  # elements that are held in fp32 at a time
 GLOBAL_EXPONENT = {torch.bfloat16: 119, torch.float16: 7}  # Marlin's exponent bias less the 7 of its block scales
 
 
@@ -91,6 +92,19 @@ def from_marlin(gemm: MarlinGemm, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     codes = _nibbles(gemm.weight.view(experts, -1)).index_select(1, place).view(experts, n, k)
     scale_2 = gemm.scale_2 * gemm.factor / 2.0 ** GLOBAL_EXPONENT[dtype]
     return nvfp4.pack(codes), scales_from_marlin(gemm.scale, gemm.factor), scale_2
+
+
+def dequantized(gemm: MarlinGemm, dtype: torch.dtype) -> Tensor:
+    """The values [E, N, K] that a GEMM's codes and scales stand for, rounded once to ``dtype``."""
+    experts, blocks, n = gemm.scale.shape
+    out = torch.empty(experts, n, blocks * nvfp4.BLOCK, dtype=dtype, device=gemm.weight.device)
+    step = max(1, UNPACKED // out[0].numel())
+    for first in range(0, experts, step):
+        part = slice(first, first + step)
+        some = MarlinGemm(gemm.weight[part], gemm.scale[part], gemm.scale_2[part], gemm.factor)
+        codes, s8, scale_2 = from_marlin(some, dtype)
+        out[part] = nvfp4.dequantize(codes, s8, scale_2.view(-1, 1, 1), dtype)
+    return out
 
 
 def _nibbles(words: Tensor) -> Tensor:
